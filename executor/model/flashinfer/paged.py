@@ -5,7 +5,7 @@
 A page is a block of the KV pool.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,14 @@ from executor.model.flashinfer.operators import LAYOUT, FlashInferOps, KVPages
 # Bytes that a prefill wrapper takes for lengths of sequences, which other kernels than ours read.
 # Source: FlashInfer 0.7.2, prefill.py, BatchPrefillWithPagedKVCacheWrapper, ``_kv_lens_buffer``.
 _PREFILL_LENGTHS = 32768 * 4
+
+# What planning copies offsets and lengths to, in wrappers of graphs.
+_OFFSETS = (
+    "_qo_indptr_buf",
+    "_paged_kv_indptr_buf",
+    "_paged_kv_last_page_len_buf",
+    "_kv_lens_buffer",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,25 +89,33 @@ class MaskBuffers:
     indptr: torch.Tensor
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PageTableBuffers:
     """Where a captured graph reads its page table, all int32 on the device.
 
-    Planning writes them, so graphs that are planned before each of their replays can share them.
+    They are written before each replay, so graphs that are planned before each of theirs can share them.
+
+    Args:
+        offsets: [4 * B + 2], of which all but the pages are parts.
+        kv_indices: As many as any batch of B sequences needs.
 
     Attributes:
         qo_indptr: [B + 1].
         kv_indptr: [B + 1].
         last_page_len: [B].
-        kv_indices: As many as any batch of B sequences needs.
-        firsts: [B], the column of the block table with each sequence's first page. Planning leaves it.
+        firsts: [B], the column of the block table with each sequence's first page.
     """
 
-    qo_indptr: torch.Tensor
-    kv_indptr: torch.Tensor
-    last_page_len: torch.Tensor
-    kv_indices: torch.Tensor
-    firsts: torch.Tensor
+    def __init__(self, offsets: torch.Tensor, kv_indices: torch.Tensor) -> None:
+        size = len(offsets) // 4
+        self.offsets = offsets
+        self.kv_indices = kv_indices
+        parts = offsets.split_with_sizes((size + 1, size + 1, size, size))
+        self.qo_indptr, self.kv_indptr, self.last_page_len, self.firsts = parts
+
+    @staticmethod
+    def num_offsets(num_sequences: int) -> int:
+        """Returns how many B sequences have."""
+        return 4 * num_sequences + 2
 
 
 class PagedAttention:
@@ -125,6 +141,15 @@ class PagedAttention:
         self._mask = mask
         self.library_bytes = library_bytes
         self._wrapper = wrapper
+        # In a graph planning would copy offsets to buffers that have them, one after another.
+        self._on_host: dict[str, torch.Tensor] = {}
+        if buffers is not None:
+            found = {name: getattr(wrapper, name, None) for name in _OFFSETS}
+            self._on_host = {
+                name: torch.empty(x.shape, dtype=x.dtype)
+                for name, x in found.items()
+                if isinstance(x, torch.Tensor)
+            }
         self._arguments = arguments
         self._enable_pdl = enable_pdl
         self._schedule = PlanSchedule(wrapper.device)
@@ -147,8 +172,11 @@ class PagedAttention:
         )
 
     def plan(self, table: PageTable) -> None:
-        """Schedules a batch, on the host. Before each pass and each replay, never captured."""
-        with self._schedule.written():
+        """Schedules a batch, on the host. Before each pass and each replay, never captured.
+
+        With buffers, these have the table's offsets already, or get them before the replay.
+        """
+        with self._schedule.written(), _replaced(self._wrapper, self._on_host):
             self._wrapper.plan(**self._arguments(table), non_blocking=True)
         if self._mask is not None:  # which plans outside graphs replace
             self._wrapper._custom_mask_buf = self._mask.bits
@@ -173,6 +201,19 @@ class PagedAttention:
             return_lse=lse is not None,
             enable_pdl=self._enable_pdl,
         )
+
+
+@contextmanager
+def _replaced(wrapper: Any, attributes: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Within it, a wrapper has other tensors."""
+    own = {name: getattr(wrapper, name) for name in attributes}
+    for name, tensor in attributes.items():
+        setattr(wrapper, name, tensor)
+    try:
+        yield
+    finally:
+        for name, tensor in own.items():
+            setattr(wrapper, name, tensor)
 
 
 def paged_decode(

@@ -177,13 +177,10 @@ class FlashInferAttention:
         if not sizes:
             return
         most = max(sizes)
-        columns = self._kv_pool.max_blocks_per_row
+        columns, num_offsets = self._kv_pool.max_blocks_per_row, PageTableBuffers.num_offsets(most)
         room = PageTableBuffers(
-            qo_indptr=self._workspace.new_table(most + 1, torch.int32),
-            kv_indptr=self._workspace.new_table(most + 1, torch.int32),
-            last_page_len=self._workspace.new_table(most, torch.int32),
-            kv_indices=self._workspace.new_table(most * columns, torch.int32),
-            firsts=self._workspace.new_table(most, torch.int32),
+            self._workspace.new_table(num_offsets, torch.int32),
+            self._workspace.new_table(most * columns, torch.int32),
         )
         trees = self._tree_bits(sizes, width) if has_tree else {}
         most_float = 0
@@ -329,17 +326,19 @@ class FlashInferAttention:
     ) -> tuple[Callable[[], None], ...]:
         """Has a batch scheduled, and its pages looked up. Returns what is left for the device to do.
 
-        In a graph they are looked up where it reads them. Planning reads none of them, and brings the
-        offsets there first; its copy of the pages to where they are is none.
+        In a graph they are looked up where it reads them, by offsets that one copy brings there.
+        Planning reads no page; its copy of the pages to where they are is none.
         """
         kv_indptr, device, firsts = self._on_host(plan.kv_indptr), self._kv_pool.device, None
         buffers, table = attention.buffers, self._kv_pool.tables[self._group]
-        if plan.firsts is not None:
-            firsts = self._on_host(plan.firsts)
-            if buffers is None:
-                firsts = firsts.to(device, non_blocking=True)
-            else:
-                firsts = buffers.firsts.copy_(firsts, non_blocking=True)
+        if buffers is not None:
+            ends = plan.last_page_len if self._latent is None else plan.num_keys
+            columns = np.zeros_like(ends) if plan.firsts is None else plan.firsts
+            offsets = np.concatenate((plan.qo_indptr, plan.kv_indptr, ends, columns))
+            buffers.offsets.copy_(self._on_host(offsets), non_blocking=True)
+            firsts = None if plan.firsts is None else buffers.firsts
+        elif plan.firsts is not None:
+            firsts = self._on_host(plan.firsts).to(device, non_blocking=True)
         places = self._workspace.counting(plan.num_pages)
         look_up = partial(look_up_pages, table, rows, places=places, firsts=firsts)
         if buffers is None:
@@ -366,11 +365,8 @@ class FlashInferAttention:
         self, size: int, width: int, room: PageTableBuffers, tree: TreeBits | None
     ) -> _Paged:
         buffers = PageTableBuffers(
-            qo_indptr=room.qo_indptr[: size + 1],
-            kv_indptr=room.kv_indptr[: size + 1],
-            last_page_len=room.last_page_len[:size],
-            kv_indices=room.kv_indices[: size * self._kv_pool.max_blocks_per_row],
-            firsts=room.firsts[:size],
+            room.offsets[: PageTableBuffers.num_offsets(size)],
+            room.kv_indices[: size * self._kv_pool.max_blocks_per_row],
         )
         if self._latent is not None:
             return PagedLatent(self._ops, self._latent, self._workspace.float, buffers=buffers)

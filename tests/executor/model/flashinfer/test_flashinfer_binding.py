@@ -125,11 +125,7 @@ def call_attention(ops: FlashInferOps) -> None:
         last_page_len=int32(4),
     )
     buffers = PageTableBuffers(
-        qo_indptr=int32(0, 0, 0),
-        kv_indptr=int32(0, 0, 0),
-        last_page_len=int32(0, 0),
-        kv_indices=torch.zeros(9, dtype=torch.int32),
-        firsts=int32(0, 0),
+        torch.zeros(10, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
     )
     table = PageTable(
         qo_indptr=int32(0, 1, 2),
@@ -137,6 +133,8 @@ def call_attention(ops: FlashInferOps) -> None:
         last_page_len=int32(3, 1),
         kv_indices=int32(1, 2, 3),
     )
+    offsets = (table.qo_indptr, table.kv_indptr, table.last_page_len, int32(0, 0))
+    buffers.offsets.copy_(torch.cat(offsets))
     mask = MaskBuffers(bits=torch.full((4,), 0xFF, dtype=torch.uint8), indptr=int32(0, 0, 0))
     decode = partial(paged_decode, ops, SHAPE, workspace)
     extend = partial(paged_prefill, ops, SHAPE, workspace)
@@ -166,11 +164,7 @@ def call_latent_attention(ops: FlashInferOps) -> None:
         sm_scale=0.125,
     )
     buffers = PageTableBuffers(
-        qo_indptr=int32(0, 0, 0),
-        kv_indptr=int32(0, 0, 0),
-        last_page_len=int32(0, 0),
-        kv_indices=torch.zeros(9, dtype=torch.int32),
-        firsts=int32(0, 0),
+        torch.zeros(10, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
     )
     table = PageTable(
         qo_indptr=int32(0, 1, 3),

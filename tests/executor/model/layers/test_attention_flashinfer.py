@@ -110,7 +110,7 @@ def test_each_size_has_its_own_wrapper_and_all_share_their_memory(library: CpuFl
         ("paged_kv_indices_buffer", [size * columns for size in SIZES]),
     ):
         assert [len(given[name]) for given in made] == lengths
-        assert len({given[name].data_ptr() for given in made}) == 1
+        assert len({given[name].untyped_storage().data_ptr() for given in made}) == 1
     assert [int(given["indptr"][-1]) for given in asked] == [size * columns for size in SIZES]
     assert len({given["float_workspace_buffer"].data_ptr() for given in reset}) == 1
     assert len({given["int_workspace_buffer"].data_ptr() for given in reset}) == len(SIZES)
@@ -195,13 +195,13 @@ def test_the_budget_has_what_attention_allocates(library: CpuFlashInfer) -> None
         for tensor in wrapper.options.values()
         if isinstance(tensor, torch.Tensor)
     }
-    num_keys, pool = SIZES[-1] * 4, case.pool  # of sequences of a tree, or first columns
+    num_keys, pool = SIZES[-1] * 4, case.pool  # of each sequence of a tree
     num_pages = max(pool.num_physical_blocks, pool.num_rows * pool.max_blocks_per_row)
     own = 2 * 2 * (len(case.q) + 64) * 4 + num_pages * 4
     assert [line.bytes for line in workspace.lines()] == [
         WORKSPACE[0],
         plans + lengths * 32768 * 4,
-        sum(buffers.values()) + 3 * num_keys + own,
+        sum(buffers.values()) + num_keys + own,
     ]
 
 

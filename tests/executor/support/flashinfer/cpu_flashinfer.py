@@ -392,6 +392,15 @@ class _Wrapper:
         self.backend = backend
         self.is_graph = options["use_cuda_graph"]
         assert backend == "fa2" or not self.is_graph, "graphs are planned for one backend"
+        # Where planning copies to, by the names that the library has for it.
+        self.targets = {
+            id(x): f"_{name.removesuffix('fer')}"
+            for name, x in options.items()
+            if isinstance(x, torch.Tensor)
+        }
+        vars(self).update(
+            {self.targets[id(x)]: x for x in options.values() if id(x) in self.targets}
+        )
         self.note()
 
     def reset_workspace_buffer(
@@ -412,7 +421,8 @@ class _Wrapper:
         if self.is_graph:
             assert len(table[3]) == len(buffers[3]), "graphs have a fixed number of sequences"
             for buffer, values in zip(buffers, table, strict=True):
-                buffer[: len(values)].copy_(values)
+                target = getattr(self, self.targets.get(id(buffer), ""), buffer)
+                target[: len(values)].copy_(values)
             table = buffers
         self.table = table
         self.num_rows = int(table[0][-1])
