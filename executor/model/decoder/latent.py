@@ -25,6 +25,7 @@ from executor.model.layers.attention import PLAIN, AttentionCall
 from executor.model.layers.linear import HeadLinear, Linear
 from executor.model.layers.operators import RMSNorm
 from executor.model.spec import MlaSpec
+from executor.model.triton.operators import LatentTurn
 from executor.model.weights import Part, Source, Target, Weight, WeightGroup
 from executor.model.weights.targets import rope_rows_to_halves
 from executor.parallel.layout import DpLayout
@@ -60,6 +61,7 @@ class LatentAttention:
         self.spec = spec
         self.layer_id = layer_id
         self.operators = kernels.operators
+        self._turns_late = kernels.triton is not None
         self._attn_tp = peers.attn_tp
         self._heads = attention_share(spec, peers.topology).q_heads
         self.num_heads = len(self._heads)
@@ -98,17 +100,34 @@ class LatentAttention:
 
     def project(self, x: torch.Tensor, rotations: Sequence[Any], layout: DpLayout) -> AttentionCall:
         """Returns queries [T, heads, C + R] and latents [T, 1, C + R] of x [S, D]."""
-        return self.project_gathered(self._attn_tp.gather(x, layout), rotations)
+        x = self._attn_tp.gather(x, layout)
+        if self._turns_late and not layout.has_extend:
+            return self._project_only(x, rotations)
+        return self.project_gathered(x, rotations)
+
+    def _project_only(self, x: torch.Tensor, rotations: Sequence[Any]) -> AttentionCall:
+        """Leaves the latents' norm and all rotation to attention, which does them as it stores."""
+        q_nope, q_rope, latents = self._parts(x)
+        norm, latent_dim = self.kv_a_norm, self.spec.kv_lora_rank
+        queries = x.new_empty(len(x), self.num_heads, self.latent_width)
+        self.w_uk(q_nope, out=queries[..., :latent_dim])
+        turn = LatentTurn(q_rope, norm.weight, norm.eps, *rotations[self.spec.rope])
+        return AttentionCall(queries, latents.unsqueeze(1), None, self.layer_id, turn)
+
+    def _parts(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns what of queries does not turn and what does, and latents with their keys [T, C + R]."""
+        q, latents = torch.split_with_sizes(self.a_proj(x), self._a_sizes, dim=-1)
+        if self.q_b_proj is not None:
+            q = self.q_b_proj(self.q_a_norm(q))
+        q = q.view(len(x), self.num_heads, self._q_width)
+        nope = self.spec.qk_nope_head_dim
+        return q[..., :nope], q[..., nope:], latents
 
     def project_gathered(self, x: torch.Tensor, rotations: Sequence[Any]) -> AttentionCall:
         """Does the same for x [T, D], which every executor of the DP rank has."""
         spec = self.spec
-        sizes = (self.q_a_size, spec.kv_lora_rank, spec.qk_rope_head_dim)
-        q, latents, k_rope = torch.split_with_sizes(self.a_proj(x), sizes, dim=-1)
-        if self.q_b_proj is not None:
-            q = self.q_b_proj(self.q_a_norm(q))
-        q = q.view(len(x), self.num_heads, self._q_width)
-        q_nope, q_rope = q[..., : spec.qk_nope_head_dim], q[..., spec.qk_nope_head_dim :]
+        q_nope, q_rope, both = self._parts(x)
+        latents, k_rope = both[:, : spec.kv_lora_rank], both[:, spec.kv_lora_rank :]
         # Dense, as the kernels want it: a slice of wider heads would be copied and the copy turned.
         qk = torch.cat((q_rope, k_rope.unsqueeze(1)), dim=1)
         q_rope, turned = self.operators.rotate(qk, self.num_heads, rotations[spec.rope])
@@ -118,8 +137,10 @@ class LatentAttention:
 
     def merge(self, attended: torch.Tensor, layout: DpLayout) -> torch.Tensor:
         """Returns what attention adds to this executor's rows, [S, D], of its heads' [T, H * C]."""
-        by_head = attended.view(-1, self.num_heads, self.spec.kv_lora_rank)
-        values = self.w_uv(by_head).flatten(1)
+        by_head, out = attended.view(-1, self.num_heads, self.spec.kv_lora_rank), None
+        if self._turns_late:  # on a GPU: dense, as its product wants it
+            out = by_head.new_empty(len(by_head), self.num_heads, self.spec.v_head_dim)
+        values = self.w_uv(by_head, out).flatten(1)
         return self._attn_tp.scatter_sum(self.o_proj(values), layout)
 
     def weight_groups(self, prefix: str) -> list[WeightGroup]:

@@ -11,7 +11,7 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool
-from executor.model.triton.operators import HeadTurn
+from executor.model.triton.operators import HeadTurn, LatentTurn
 
 
 class AttentionCall(NamedTuple):
@@ -24,7 +24,7 @@ class AttentionCall(NamedTuple):
     k: torch.Tensor | None
     v: torch.Tensor | None
     layer_id: int
-    turn: HeadTurn | None = None
+    turn: HeadTurn | LatentTurn | None = None
 
 
 class LayerOptions(NamedTuple):

@@ -43,7 +43,7 @@ from executor.model.layers.attention_tables import (
     plan_pages,
 )
 from executor.model.layers.attention_workspace import AttentionWorkspace
-from executor.model.triton.operators import HeadTurn, TritonOps
+from executor.model.triton.operators import HeadTurn, LatentTurn, TritonOps
 
 _TENSOR_CORE_GROUP = 4  # query heads per KV head from which tensor cores pay
 
@@ -231,20 +231,23 @@ class FlashInferAttention:
         k: torch.Tensor | None,
         v: torch.Tensor | None,
         layer_id: int,
-        turn: HeadTurn | None = None,
+        turn: HeadTurn | LatentTurn | None = None,
     ) -> torch.Tensor:
         """As of ``Attention``.
 
         Args:
-            turn: What q and k, side by side with v, are still to be normalised and turned by.
+            turn: What q and k are still to be normalised and turned by. Heads lie side by side: q, k, v.
         """
         metadata = self._planned()
         pages: Any = self._slots.pages(layer_id)
         if turn is not None:
             assert self._triton is not None, "the model has kernels that attention lacks"
             assert k is not None, "queries without keys are turned by the model"
-            keys, values = self._kv_pool.caches[layer_id]
-            q = self._triton.store_heads(q, k, turn, keys, values, metadata.out_cache_loc)
+            caches, slots_of_keys = self._kv_pool.caches[layer_id], metadata.out_cache_loc
+            if isinstance(turn, LatentTurn):
+                self._triton.store_latents_(q, k, turn, caches[0], slots_of_keys)
+            else:
+                q = self._triton.store_heads(q, k, turn, caches[0], caches[1], slots_of_keys)
         elif self._latent is not None and k is not None:
             self._kv_pool.caches[layer_id][0].index_copy_(0, metadata.out_cache_loc, k)
         elif k is not None and v is not None:
@@ -453,7 +456,7 @@ class LayeredAttention:
         k: torch.Tensor | None,
         v: torch.Tensor | None,
         layer_id: int,
-        turn: HeadTurn | None = None,
+        turn: HeadTurn | LatentTurn | None = None,
     ) -> torch.Tensor:
         window = self._layers[layer_id].window if layer_id < len(self._layers) else None
         return self._by_window[window].forward(q, k, v, layer_id, turn)

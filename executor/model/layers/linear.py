@@ -154,11 +154,13 @@ class HeadLinear:
         if self._library is not None:
             self.weight = pack(self.weight.transpose(1, 2))
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns [T, H, out_features] for x [T, H, in_features]."""
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns [T, H, out_features] for x [T, H, in_features], in ``out`` if given."""
         if self._library is not None:
+            assert out is None, "the kernel makes it"
             return linear_of_heads(self._library, x, self.weight, self.out_features)
-        return torch.bmm(x.transpose(0, 1), self.weight).transpose(0, 1)
+        by_head = None if out is None else out.transpose(0, 1)
+        return torch.bmm(x.transpose(0, 1), self.weight, out=by_head).transpose(0, 1)
 
 
 class Embedding:

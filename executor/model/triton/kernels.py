@@ -117,6 +117,53 @@ def store_heads(
 
 
 @triton.jit
+def store_latents(
+    q,
+    latents,
+    weight,
+    positions,
+    turns,
+    slots,
+    queries,
+    cache,
+    q_row_stride,
+    q_head_stride,
+    latent_stride,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    LATENT: tl.constexpr,
+    HALF: tl.constexpr,
+    LATENT_SPAN: tl.constexpr,
+    HALF_SPAN: tl.constexpr,
+):
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    width = LATENT + 2 * HALF
+    if head < NUM_HEADS:
+        source = q + row * q_row_stride + head * q_head_stride
+        target = queries + (row * NUM_HEADS + head) * width + LATENT
+    else:
+        whole = latents + row * latent_stride
+        stored = cache + tl.load(slots + row) * width
+        source, target = whole + LATENT, stored + LATENT
+        column = tl.arange(0, LATENT_SPAN)
+        is_inside = column < LATENT
+        x = tl.load(whole + column, mask=is_inside, other=0.0).to(tl.float32)
+        w = tl.load(weight + column, mask=is_inside, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(x * x, axis=0) / LATENT + eps)
+        tl.store(stored + column, (x * scale * w).to(cache.dtype.element_ty), mask=is_inside)
+    i = tl.arange(0, HALF_SPAN)
+    is_turned = i < HALF
+    angles = turns + tl.load(positions + row) * (2 * HALF) + i
+    cos = tl.load(angles, mask=is_turned, other=1.0)
+    sin = tl.load(angles + HALF, mask=is_turned, other=0.0)
+    first = tl.load(source + i, mask=is_turned, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF + i, mask=is_turned, other=0.0).to(tl.float32)
+    dtype = queries.dtype.element_ty
+    tl.store(target + i, (first * cos - second * sin).to(dtype), mask=is_turned)
+    tl.store(target + HALF + i, (second * cos + first * sin).to(dtype), mask=is_turned)
+
+
+@triton.jit
 def add_sinks(
     out,
     lse,

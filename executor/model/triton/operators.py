@@ -27,6 +27,24 @@ class HeadTurn(NamedTuple):
     cos_sin: torch.Tensor
 
 
+class LatentTurn(NamedTuple):
+    """What latent attention's queries and keys are still to be normalised and turned by.
+
+    Attributes:
+        q: [T, H, R], what of queries turns; rows and heads may be strided.
+        weight: [C], of the latents' norm.
+        eps: Added to a latent's mean square.
+        positions: int64 [T].
+        cos_sin: float32 [positions, R], cosines, then sines.
+    """
+
+    q: torch.Tensor
+    weight: torch.Tensor
+    eps: float
+    positions: torch.Tensor
+    cos_sin: torch.Tensor
+
+
 class TritonOps:
     """Kernels of ours.
 
@@ -157,6 +175,47 @@ class TritonOps:
                 num_warps=1,
             )
         return out
+
+    def store_latents_(
+        self,
+        queries: torch.Tensor,
+        latents: torch.Tensor,
+        turn: LatentTurn,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        """Stores latents, normalised, and keys beside them, turned; turns queries likewise.
+
+        Args:
+            queries: [T, H, C + R], contiguous, which get their last R columns.
+            latents: [T, 1, C + R], as projected; rows may be strided.
+            turn: How.
+            cache: [slots, 1, C + R], contiguous.
+            slots: int64 [T], where each row's go.
+        """
+        num_rows, num_heads, _ = queries.shape
+        half, latent_dim = turn.cos_sin.shape[1] // 2, len(turn.weight)
+        if num_rows:
+            self._kernels.store_latents[num_rows, num_heads + 1](
+                turn.q,
+                latents,
+                turn.weight,
+                turn.positions,
+                turn.cos_sin,
+                slots,
+                queries,
+                cache,
+                turn.q.stride(0),
+                turn.q.stride(1),
+                latents.stride(0),
+                turn.eps,
+                NUM_HEADS=num_heads,
+                LATENT=latent_dim,
+                HALF=half,
+                LATENT_SPAN=_power_of_two(latent_dim),
+                HALF_SPAN=_power_of_two(half),
+                num_warps=1,
+            )
 
     def add_sinks_(self, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
         """Gives each head's softmax a logit more, which has no value.

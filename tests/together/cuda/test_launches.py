@@ -99,10 +99,10 @@ class Launches(NamedTuple):
 
 LEDGER = {
     "Qwen3-30B-A3B": Launches(9, 26, 10, 22, 43),
-    "DeepSeek-V3": Launches(25, 52, 10, 22, 43),
+    "DeepSeek-V3": Launches(19, 40, 10, 22, 43),
     "gpt-oss-120b": Launches(10, 30, 12, 24, 45),
 }
-OF_GROUPED = {"Qwen3-30B-A3B": 22, "DeepSeek-V3": 38, "gpt-oss-120b": 34}
+OF_GROUPED = {"Qwen3-30B-A3B": 22, "DeepSeek-V3": 32, "gpt-oss-120b": 34}
 ATTENTION = ("run", "paged_run")
 
 

@@ -17,6 +17,7 @@ from executor.model.spec import ModelSpec
 from executor.model.triton.operators import TritonOps
 from executor.parallel.layout import DpLayout
 from tests.executor.model.layers.attention_cases import Case
+from tests.executor.support.checkpoints import save_latent_model, save_qwen3_moe
 from tests.executor.support.flashinfer.attention import flashinfer_attention
 from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer
 from tests.executor.support.recording.recording_backend import RecordingBackend
@@ -39,12 +40,23 @@ class Recorded:
         return Launched()
 
 
+@pytest.fixture(scope="module", params=["heads", "latents"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a small model with heads of keys, or with latents."""
+    path = tmp_path_factory.mktemp(request.param)
+    if request.param == "heads":
+        save_qwen3_moe(path, "wide")
+    else:
+        save_latent_model(path, "deepseek_v3", num_hidden_layers=2)
+    return path
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_replay_with_triton_computes_what_the_model_does_eagerly_without(
     triton: TritonOps,
     library: CpuFlashInfer,
     ops: FlashInferOps,
-    tiny_checkpoint: Path,
+    checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     backend, rng = RecordingBackend(), np.random.default_rng(0)
@@ -53,10 +65,11 @@ def test_a_replay_with_triton_computes_what_the_model_does_eagerly_without(
 
     def new_attention(config: ModelSpec, pool: KVPool) -> Attention:
         graphs = [AttentionGraphs((2,))]
-        return flashinfer_attention(attention_of(config).num_heads, pool, graphs, triton=triton)
+        num_heads, scale = attention_of(config).num_heads, attention_of(config).scale
+        return flashinfer_attention(num_heads, pool, graphs, scale=scale, triton=triton)
 
-    plain = RunnerCase(tiny_checkpoint)
-    case = RunnerCase(tiny_checkpoint, new_attention, is_capturable=True, ops=ops, triton=triton)
+    plain = RunnerCase(checkpoint)
+    case = RunnerCase(checkpoint, new_attention, is_capturable=True, ops=ops, triton=triton)
     runner = captured(case.build(GraphSizes(decode=(2,)), lambda: backend))
     registry_of(runner).poison_tails()
     for num_seqs in (1, 2):

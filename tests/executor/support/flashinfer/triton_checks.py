@@ -10,7 +10,7 @@ from executor.model.layers.attention_tables import look_up_pages
 from executor.model.layers.operators import RotaryEmbedding, TorchOperators, cos_sin_table
 from executor.model.moe.routing import choose_experts
 from executor.model.spec import RopeSpec, RouterSpec, Scores
-from executor.model.triton.operators import HeadTurn, TritonOps
+from executor.model.triton.operators import HeadTurn, LatentTurn, TritonOps
 
 Check = Callable[[TritonOps, torch.device], None]
 
@@ -75,6 +75,32 @@ def check_heads(rotary_dim: int, has_norm: bool, ops: TritonOps, device: torch.d
     close(caches.cpu(), stored)
 
 
+def check_latents(ops: TritonOps, device: torch.device) -> None:
+    both, q = torch.randn(3, 80).bfloat16(), torch.randn(3, 4, 32).bfloat16()
+    latents, weight = both[:, None, :64], torch.randn(48).bfloat16()
+    positions, slots = torch.tensor([5, 0, 30]), torch.tensor([7, 0, 2])
+    rope = RopeSpec(rotary_dim=16, theta=1e4)
+    rotation = RotaryEmbedding(rope, 32, dtype=torch.float32, device=CPU).at(positions)
+    normed = TorchOperators(()).rms_norm(latents[..., :48].float(), weight.float(), EPS)
+    stored, expected = torch.zeros(10, 1, 64).bfloat16(), torch.zeros(3, 4, 64).bfloat16()
+    stored[slots, :, :48] = normed.bfloat16()
+    stored[slots, :, 48:] = RotaryEmbedding.rotate(latents[..., 48:].float(), rotation).bfloat16()
+    expected[..., 48:] = RotaryEmbedding.rotate(q[..., 16:].float(), rotation).bfloat16()
+    queries, cache = (
+        torch.zeros_like(expected, device=device),
+        torch.zeros_like(stored, device=device),
+    )
+    on_device = cos_sin_table(rope, 32).to(device)
+    turn = LatentTurn(
+        q.to(device)[..., 16:], weight.to(device), EPS, positions.to(device), on_device
+    )
+
+    ops.store_latents_(queries, both.to(device)[:, None, :64], turn, cache, slots.to(device))
+
+    close(queries.cpu(), expected)
+    close(cache.cpu(), stored)
+
+
 def check_sinks(ops: TritonOps, device: torch.device) -> None:
     out, lse, sinks = torch.randn(3, 4, 64).bfloat16(), torch.randn(3, 4) * 3, torch.randn(4)
     total = lse.mul(math.log(2)).exp()
@@ -93,5 +119,6 @@ CHECKS: dict[str, Check] = {
     "heads": partial(check_heads, 128, True),
     "heads without norm": partial(check_heads, 128, False),
     "heads that turn in part": partial(check_heads, 64, True),
+    "latents": check_latents,
     "sinks": check_sinks,
 }
