@@ -64,7 +64,8 @@ class Nvfp4Payload(Payload):
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dtype, device)
         magnitudes = torch.tensor(_E2M1)
-        self._values = torch.cat((magnitudes, -magnitudes)).to(device, dtype)
+        values, codes = torch.cat((magnitudes, -magnitudes)), torch.arange(256)
+        self._pairs = torch.stack((values[codes & 15], values[codes >> 4]), 1).to(device, dtype)
         self._halfway = ((magnitudes[1:] + magnitudes[:-1]) / 2).to(device)
 
     def pack(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -79,8 +80,8 @@ class Nvfp4Payload(Payload):
 
     def unpack(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         packed, scales = parts
-        codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten()
-        values = self._values.index_select(0, codes.int()).view(*scales.shape, 16)
+        pairs = self._pairs.index_select(0, packed.flatten().int())
+        values = pairs.view(*scales.shape, 16)
         return values.mul_(scales.to(self._dtype).unsqueeze(-1)).flatten(-2)
 
 
