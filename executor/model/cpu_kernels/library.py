@@ -43,9 +43,9 @@ _CPU_INFO = Path("/proc/cpuinfo")
 _TILES = {
     "avx512": (
         {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx2", "fma"},
-        "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mavx2 -mfma -DTILE_AVX512",
+        "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mavx2 -mfma -DTILE_LANES=16",
     ),
-    "avx2": ({"avx2", "fma"}, "-mavx2 -mfma -DTILE_AVX2"),
+    "avx2": ({"avx2", "fma"}, "-mavx2 -mfma -DTILE_LANES=8"),
 }
 TILES = tuple(_TILES)
 
@@ -233,7 +233,8 @@ def _compiler() -> str | None:
 
 
 def _flags(tile: str) -> list[str]:
-    return [*_FLAGS, *_TILES[tile][1].split(), *shlex.split(os.environ.get(EXTRA_FLAGS, ""))]
+    of_tile = [*_TILES[tile][1].split(), f'-DTILE="tile_{tile}.h"']
+    return [*_FLAGS, *of_tile, *shlex.split(os.environ.get(EXTRA_FLAGS, ""))]
 
 
 def _build(tile: str, path: Path) -> None:

@@ -1,5 +1,5 @@
-// What reads each number once or twice: norms, rotation of heads, the activation of dense MLPs, arg-max.
-// Sizes of all but the last are multiples of 16.
+// What reads each number once or twice: norms, rotation of heads, the activation of dense MLPs,
+// arg-max. Sizes of all but the last are multiples of 16.
 
 #include "tile.h"
 
@@ -10,8 +10,9 @@ inline float norm_scale(const bf16* x, int64_t size, float eps) {
   return 1 / std::sqrt(sum(squares) / size + eps);
 }
 
-// y = total / sqrt(mean(total^2) + eps) * weight, where total is x, or with `added`, x + added, which
-// takes the place of `added`. x has `stride` from row to row; added and y [rows, size] are dense.
+// y = total / sqrt(mean(total^2) + eps) * weight, where total is x, or with `added`, x + added,
+// which takes the place of `added`. x has `stride` from row to row; added and y [rows, size] are
+// dense.
 KERNEL void add_norm(const bf16* x, int64_t stride, bf16* added, const bf16* weight, bf16* y,
                      int64_t rows, int64_t size, float eps) {
 #pragma omp parallel for schedule(static) if (rows * size > 1 << 16)
@@ -40,8 +41,8 @@ KERNEL void silu_and_mul(const bf16* gate_up, bf16* y, int64_t rows, int64_t siz
   }
 }
 
-// Norms each head of x, if there are weights, and turns pairs (i, i + turned / 2) of its first `turned`
-// columns to its row's position. All in place, in float32, rounded once.
+// Norms each head of x, if there are weights, and turns pairs (i, i + turned / 2) of its first
+// `turned` columns to its row's position. All in place, in float32, rounded once.
 //
 // x [rows, heads, width], with strides from row to row and head to head; weights [heads, width];
 // turns [limit, turned], cosines and then sines. Positions outside are the nearest one.
@@ -69,8 +70,8 @@ KERNEL void prepare_heads(bf16* x, int64_t row_stride, int64_t head_stride, cons
   }
 }
 
-// tokens [rows] = the first place of the largest of float32 logits [rows, size], with `stride` from row
-// to row. NaN is passed over; 0 for a row of nothing else.
+// tokens [rows] = the first place of the largest of float32 logits [rows, size], with `stride` from
+// row to row. NaN is passed over; 0 for a row of nothing else.
 KERNEL void arg_max(const float* logits, int64_t stride, int64_t* tokens, int64_t rows,
                     int64_t size) {
 #pragma omp parallel for schedule(static) if (rows * size > 1 << 18)

@@ -2,9 +2,9 @@
 
 #include "tile.h"
 
-// x [rows, heads, in], with `stride` from row to row and `head_stride` from head to head; weight packed,
-// for each head out / 32 panels of width `in`; scales and bias float32, one for each column of the panels,
-// or null; y [rows, heads, out], dense.
+// x [rows, heads, in], with `stride` from row to row and `head_stride` from head to head; weight
+// packed, for each head out / 32 panels of width `in`; scales and bias float32, one for each column
+// of the panels, or null; y [rows, heads, out], dense.
 KERNEL void linear(const bf16* x, int64_t stride, int64_t head_stride, const void* weight,
                    const float* scales, const float* bias, bf16* y, int64_t rows, int64_t heads,
                    int64_t in, int64_t out) {

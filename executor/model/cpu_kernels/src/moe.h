@@ -1,7 +1,7 @@
 // Experts: gate and up, their activation, down; weighted and summed for each row.
 //
 //     1  each thread takes some columns of some experts:  hidden = gate * sigmoid(alpha gate) * up
-//     2  each thread takes some columns of the result:    y = sum over experts of weight * down(hidden)
+//     2  each thread takes some columns of the result:    y = sum of experts' weight * down(hidden)
 //
 // Rows are gathered by pointer, each weight is read once, threads meet once in between. A row's
 // experts are added in the order of their numbers.
@@ -34,13 +34,13 @@ struct Groups {
 };
 
 // x [rows, width], dense, as is y; ids and weights [rows, top_k].
-// w13: for each expert inner / 16 panels of `width`, each with 16 columns of gate and the same of up;
-// w2: for each expert width / 32 panels of `inner`; scales and biases as of `Panels`, or null.
+// w13: for each expert inner / 16 panels of `width`, each with 16 columns of gate and the same of
+// up; w2: for each expert width / 32 panels of `inner`; scales and biases as of `Panels`, or null.
 // With a limit, gate is at most that, and up within +-limit; up has `up_offset` added.
 KERNEL void moe(const bf16* x, const int32_t* ids, const float* weights, const void* w13,
-                const void* w2, const float* s13, const float* s2, const float* b13, const float* b2,
-                bf16* y, int64_t rows, int64_t top_k, int64_t experts, int64_t width, int64_t inner,
-                float alpha, float limit, float up_offset) {
+                const void* w2, const float* s13, const float* s2, const float* b13,
+                const float* b2, bf16* y, int64_t rows, int64_t top_k, int64_t experts,
+                int64_t width, int64_t inner, float alpha, float limit, float up_offset) {
   const Groups groups(ids, weights, rows, top_k, experts);
   const Panels gate_up{w13, s13, b13, width}, down{w2, s2, b2, inner};
   const int64_t used = groups.used.size(), pairs = groups.starts[experts];

@@ -57,13 +57,14 @@ struct Choice {
   }
 };
 
-// x [rows, width], with `stride` from row to row; weight packed, or if that is null, `weight32` float32
-// [experts, width], with width a multiple of 16; bias float32, as columns of panels, or null; correction
-// float32 [experts], added to scores for the choice, or null; ids and weights [rows, top_k]. Rows of
-// padding, which may be null, get `experts` for ids.
+// x [rows, width], with `stride` from row to row; weight packed, or if that is null, `weight32`
+// float32 [experts, width], with width a multiple of 16; bias float32, as columns of panels, or
+// null; correction float32 [experts], added to scores for the choice, or null; ids and weights
+// [rows, top_k]. Rows of padding, which may be null, get `experts` for ids.
 KERNEL void route(const Choice* choice, const bf16* x, int64_t stride, const bf16* weight,
                   const float* weight32, const float* bias, const float* correction,
-                  const bool* is_padding, int32_t* ids, float* weights, int64_t rows, int64_t width) {
+                  const bool* is_padding, int32_t* ids, float* weights, int64_t rows,
+                  int64_t width) {
   const int64_t experts = choice->experts, panels = (experts + kColumns - 1) / kColumns;
 #pragma omp parallel for schedule(static) if (worth_sharing(experts * width, rows))
   for (int64_t first = 0; first < rows; first += kTileRows) {
@@ -72,7 +73,8 @@ KERNEL void route(const Choice* choice, const bf16* x, int64_t stride, const bf1
     const auto row_of = [&](int64_t i) { return logits.data() + (i - first) * panels * kColumns; };
     for (int64_t panel = 0; weight && panel < panels; panel++)
       multiply(
-          first, last, {weight, nullptr, bias, width}, panel, [&](int64_t i) { return x + i * stride; },
+          first, last, {weight, nullptr, bias, width}, panel,
+          [&](int64_t i) { return x + i * stride; },
           [&](int64_t i, const float* sums) {
             std::copy_n(sums, kColumns, row_of(i) + panel * kColumns);
           });

@@ -9,8 +9,8 @@
 // A result is the sum over its row in one order, however many rows share the tile. So a row's bits
 // do not depend on its batch, its place in it, or the number of threads.
 //
-// Each tile_*.h has what one kind of CPU does in its own way: dot products of pairs, and rounding.
-// All is compiled once for each kind, into a library of its own.
+// Each tile_*.h, of which TILE is one, has what one kind of CPU does in its own way: dot products
+// of pairs, and rounding. All is compiled once for each kind, into a library of its own.
 #pragma once
 
 #include <immintrin.h>
@@ -19,20 +19,19 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <utility>
 #include <vector>
 
 #define KERNEL extern "C" __attribute__((visibility("default")))
 
 using bf16 = uint16_t;
 
+constexpr int kLanes = TILE_LANES;  // numbers of a vector
+
 // Vectors of the compiler's, which take operators, and numbers for all lanes.
-template <int LANES>
-struct Lanes {
-  typedef float Floats __attribute__((vector_size(4 * LANES)));
-  typedef uint32_t Words __attribute__((vector_size(4 * LANES)));  // pairs of bfloat16, or bits
-  typedef bf16 Halves __attribute__((vector_size(2 * LANES)));
-};
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));  // pairs of bfloat16, or bits
+typedef float Floats8 __attribute__((vector_size(32)));
+typedef uint32_t Words8 __attribute__((vector_size(32)));
 
 template <class T>
 inline T load_as(const void* p) {
@@ -41,27 +40,16 @@ inline T load_as(const void* p) {
   return x;
 }
 
-// Each number in the low half of a word.
-template <int LANES>
-inline typename Lanes<LANES>::Words widen(const bf16* p) {
-  if constexpr (LANES == 16)
-    return (Lanes<16>::Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
-  else
-    return (Lanes<8>::Words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
-}
+template <class T>
+inline void store(void* p, T x) { std::memcpy(p, &x, sizeof x); }
 
-#ifdef TILE_AVX512
-#include "tile_avx512.h"
-#else
-#include "tile_avx2.h"
-#endif
+#include TILE
 
 constexpr int kColumns = 32;  // of a panel
 
 inline Floats set(float x) { return x - Floats{}; }
 inline Floats load(const float* p) { return load_as<Floats>(p); }
-inline Floats load(const bf16* p) { return Floats(widen<kLanes>(p) << 16); }
-inline void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
+inline Floats load(const bf16* p) { return Floats(widen(p) << 16); }
 // e to the x, to about 1e-6 of it; x is clamped to [-87, 88], so this is never 0 or infinite. NaN
 // stays NaN.
 inline Floats exp(Floats x) {
@@ -92,16 +80,16 @@ inline auto pairs_at(const int8_t* panel, int column) {
   return pairs_of(load(panel + column), load(panel + kColumns + column));
 }
 
-// result = rows . panel * scales + bias; scales of int8 only. `rows` point to where each ends: counting up
-// to 0 takes no register for the end, of which 12 rows leave none. Few rows ask memory for what comes
-// 4 KiB later, if the panel `is_new`.
+// result = rows . panel * scales + bias; scales of int8 only. `rows` point to where each ends:
+// counting up to 0 takes no register for the end, of which 12 rows leave none. Few rows ask memory
+// for what comes 4 KiB later, if the panel `is_new`.
 template <int ROWS, class Weight>
 inline void product(const bf16* const* rows, const Weight* panel, const float* scales,
-                    const float* bias, int64_t pairs, bool is_new, float* result) {
+                    const float* bias, int64_t width, bool is_new, float* result) {
   for (int column = 0; column < kColumns; column += 2 * kLanes) {
     Floats sums[ROWS][2] = {};
     const Weight* weights = panel;
-    for (int64_t k = -pairs; k < 0; k++, weights += 2 * kColumns) {
+    for (int64_t k = -width / 2; k < 0; k++, weights += 2 * kColumns) {
       const auto low = pairs_at(weights, column), high = pairs_at(weights, column + kLanes);
       if (ROWS <= 8 && is_new)
         for (int line = 0; line < 4 * kLanes * (int)sizeof(Weight); line += 64)
@@ -122,8 +110,8 @@ inline void product(const bf16* const* rows, const Weight* panel, const float* s
   }
 }
 
-// A packed weight: panels of `width`, of int8 if their columns have scales, else of bfloat16; scales and
-// biases may be null.
+// A packed weight: panels of `width`, of int8 if their columns have scales, else of bfloat16;
+// scales and biases may be null.
 struct Panels {
   const void* weights;
   const float *scales, *bias;
@@ -137,7 +125,7 @@ inline const float kNoBias[kColumns] = {};
 template <class Row, class Use>
 inline void multiply(int64_t first, int64_t last, const Panels& panels, int64_t panel, Row row,
                      Use use) {
-  const int64_t at = panel * kColumns, pairs = panels.width / 2;
+  const int64_t at = panel * kColumns, width = panels.width;
   const float* const bias = panels.bias ? panels.bias + at : kNoBias;
   const bf16* rows[kTileRows];
   float result[kTileRows * kColumns];
@@ -145,11 +133,11 @@ inline void multiply(int64_t first, int64_t last, const Panels& panels, int64_t 
     const int64_t left = last - start;
     // Two like tiles at the end, rather than a full one and a small one.
     count = left <= kTileRows ? left : left < 2 * kTileRows ? (left + 1) / 2 : kTileRows;
-    for (int64_t i = 0; i < count; i++) rows[i] = row(start + i) + panels.width;
+    for (int64_t i = 0; i < count; i++) rows[i] = row(start + i) + width;
     with_constant<kTileRows>(count, [&](auto constant) {
       constexpr int kRows = decltype(constant)::value;
       const auto run = [&](const auto* weights, const float* scales) {
-        product<kRows>(rows, weights + at * panels.width, scales, bias, pairs, start == first, result);
+        product<kRows>(rows, weights + at * width, scales, bias, width, start == first, result);
       };
       panels.scales ? run((const int8_t*)panels.weights, panels.scales + at)
                     : run((const bf16*)panels.weights, nullptr);
@@ -158,8 +146,9 @@ inline void multiply(int64_t first, int64_t last, const Panels& panels, int64_t 
   }
 }
 
-// Memory that a thread keeps for its next call, from the beginning of a line of the cache.
-template <class T>
+// Memory that a thread keeps for its next call, from the beginning of a line of the cache; one for
+// each type and number.
+template <class T, int NUMBER = 0>
 inline T* scratch(size_t size) {
   static thread_local std::vector<T> memory;
   constexpr size_t kLine = 64 / sizeof(T);
@@ -174,4 +163,4 @@ inline void store_columns(bf16* y, const float* sums) {
 
 // Whether a product of so many rows with so many weights is worth waking threads for: 40 us of one
 // core, of which reading a weight from memory takes as much as 8 rows with it.
-inline bool worth_sharing(int64_t weights, int64_t rows) { return weights * (8 + rows) > (1 << 23); }
+inline bool worth_sharing(int64_t weights, int64_t rows) { return weights * (8 + rows) > 1 << 23; }
