@@ -2,7 +2,7 @@
 
     start    a row's grammar and the tokens that it has ──▶ its matcher
     begin    rows that sample, and their drafts ──▶ masks, filled while the forward pass runs
-    masks    waits for them
+    is_out   waits for them
     accept   what the rows gained, as soon as it is on the host
 
 A matcher is a function of the grammar and the tokens, so a row that begins anew goes on as it would
@@ -134,15 +134,17 @@ class Constraints:
         at = np.flatnonzero(self.is_constrained[rows]).tolist()
         self._filling = self._thread.submit(self._fill, rows, seq_lens, at, drafts) if at else None
 
-    def masks(self) -> torch.Tensor:
-        """Returns the step's masks, waiting for them: uint8 [C * N, V / 8 or more].
+    def is_out(self) -> torch.Tensor:
+        """Returns the tokens that may not follow, waiting for the masks: bool [C * N, V].
 
-        Bit i % 8 of byte i // 8 says whether token i may follow. In order of the rows that are
-        constrained, and of their nodes. They hold until the next ``begin``.
+        In order of the rows that are constrained, and of their nodes.
         """
         assert self._filling is not None, "the masks of a step with constrained rows were begun"
-        masks = self._filling.result().masks
-        return masks.to(self._device, non_blocking=True).view(torch.uint8)
+        masks, size = self._filling.result().masks, self._tokenizer.vocab_size
+        if self._device.type == "cpu":
+            bits = np.invert(masks.numpy()).view(np.uint8)
+            return torch.from_numpy(np.unpackbits(bits, 1, size, "little")).view(torch.bool)
+        return clear_bits(masks.to(self._device, non_blocking=True), size)
 
     def problems(self) -> list[tuple[int, str]]:
         """Returns the step's rows that cannot go on, and why, waiting for its masks."""
@@ -227,31 +229,35 @@ class Constraints:
             width = masks.shape[1] * masks.itemsize
             self._fillers.unsafe_compute_mask_ptr(firsts, masks.ctypes.data, width, len(masks))
         for i, row in live:
-            nodes = masks[i * size : (i + 1) * size]
-            if self._check(row) and not nodes[0].any():
-                self._fail(row, "no token of the model can go on from here")
-            if row not in self._rows:
+            nodes, length = masks[i * size : (i + 1) * size], int(seq_lens[at[i]])
+            if not self._check(row):
                 nodes.fill(-1)
-                continue
-            length = int(seq_lens[at[i]])
-            self._trim(row, nodes[0], length)
-            if given is not None:
-                drafts_of = given.tokens[at[i]], given.parents[at[i]]
-                self._fill_nodes(row, nodes, length, *drafts_of)
+            elif not self._trim(row, nodes[0], length):
+                self._fail(row, "no token of the model can go on from here")
+            elif given is not None:
+                drafted = given.tokens[at[i]], given.parents[at[i]]
+                self._fill_nodes(row, nodes, length, *drafted)
         problems = [(row, self._problems[row]) for row in constrained if row in self._problems]
         return Filled(filled, problems)
 
-    def _trim(self, row: int, mask: Masks, length: int) -> None:
+    def _trim(self, row: int, mask: Masks, length: int) -> bool:
         """Takes out of the mask of a row [V / 32] what would end it too early.
 
         Args:
             length: Tokens that its sequence has there.
+
+        Returns:
+            Whether anything is left; else it lets everything pass.
         """
         matcher, min_len, end_ids = self._rows[row]
         if self._plain_end_ids.size and not matcher.is_accepting():
-            _forbid(mask, self._plain_end_ids)
-        if length < min_len:
-            _forbid(mask, end_ids)
+            mask[:] = _without(mask, self._plain_end_ids)
+        if length < min_len and (rest := _without(mask, end_ids)).any():
+            mask[:] = rest
+        is_left = bool(mask.any())
+        if not is_left:
+            mask.fill(-1)
+        return is_left
 
     def _fill_nodes(
         self, row: int, masks: Masks, length: int, tokens: Int64Array, parents: Int64Array
@@ -283,13 +289,25 @@ class Constraints:
         return row in self._rows
 
     def _fail(self, row: int, problem: str) -> None:
+        """Has a row keep to nothing from now on. Its mask must let everything pass."""
         self._rows.pop(row, None)
         self._problems[row] = problem.encode()[:MAX_PROBLEM_BYTES].decode(errors="ignore")
 
 
-def _forbid(mask: Masks, ids: Int64Array) -> None:
-    """Takes tokens out of a mask [V / 32], unless nothing would be left."""
+def clear_bits(masks: torch.Tensor, size: int) -> torch.Tensor:
+    """Returns which of the first bits are 0, from the lowest on: bool [S, size].
+
+    Args:
+        masks: int32 [S, size / 32 or more].
+        size: How many.
+    """
+    shifts = torch.arange(8, dtype=torch.uint8, device=masks.device)
+    ones = (masks.view(torch.uint8).unsqueeze(2) >> shifts) & 1
+    return (ones == 0).flatten(1)[:, :size]
+
+
+def _without(mask: Masks, ids: Int64Array) -> Masks:
+    """Returns a mask [V / 32] less some tokens."""
     rest = mask.copy()
     np.bitwise_and.at(rest, ids >> 5, ~(np.int32(1) << (ids & 31).astype(np.int32)))
-    if rest.any():
-        mask[:] = rest
+    return rest

@@ -127,18 +127,6 @@ def penalize(
     return logits - presence * sampled - frequency * output_counts
 
 
-def keep_allowed(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
-    """Returns logits of which only those of allowed tokens are left.
-
-    Args:
-        logits: [S, V].
-        masks: uint8 [S, V / 8 or more], from ``Constraints.masks``.
-    """
-    bits = torch.arange(8, dtype=torch.uint8, device=masks.device)
-    is_out = ((masks.unsqueeze(2) >> bits) & 1).eq_(0).view(torch.bool).flatten(1)
-    return logits.masked_fill(is_out[:, : logits.shape[1]], -torch.inf)
-
-
 def temper(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     """Returns logits over temperature, the likeliest at 0 so that no temperature overflows.
 

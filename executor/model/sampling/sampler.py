@@ -29,7 +29,6 @@ from executor.model.sampling.logits import (
     RowParameters,
     draw,
     draw_likeliest,
-    keep_allowed,
     penalize,
     probabilities,
     temper,
@@ -299,7 +298,7 @@ class Sampler:
 
         def constrain(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
             assert self.constraints is not None, "else no row has this stage"
-            return keep_allowed(x, self.constraints.masks())
+            return x.masked_fill_(self.constraints.is_out(), -torch.inf)
 
         for stage, edit in (
             (PENALIZED, apply_penalties),

@@ -10,7 +10,7 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 
 from executor.batch.columns import Int64Array
-from executor.model.sampling.constraints import Constraints, HostDrafts
+from executor.model.sampling.constraints import Constraints, HostDrafts, clear_bits
 from executor.model.sampling.sampler import Sampler
 from tests.executor.support.sampling import starts
 from tests.support.paths import DEMO_MODEL
@@ -56,11 +56,10 @@ def begin(constraints: Constraints, rows: list[int], seq_len: int = 9, **drafts:
 
 def allowed(constraints: Constraints) -> list[str]:
     """What each mask of a step lets through, as text; $ is the end, and ... everything."""
-    bits = np.unpackbits(constraints.masks().numpy(), axis=1, bitorder="little")
     names = {EOS: "$", **{i: chr(i - 3) for i in range(3, VOCAB_SIZE)}}
     return [
         "..." if row.all() else "".join(names[i] for i in np.flatnonzero(row).tolist())
-        for row in bits
+        for row in ~constraints.is_out().numpy()
     ]
 
 
@@ -146,6 +145,20 @@ def test_an_end_that_is_text_as_well_does_not_end_an_output_early():
     gain(constraints, [0], ids("}"))
     begin(constraints, [0])
     assert allowed(constraints) == ["$\n"]
+    assert constraints.problems() == []
+    start(constraints, {0: LLMatcher.grammar_from_regex("\n")})
+    begin(constraints, [0])
+    assert allowed(constraints) == ["..."]
+    assert len(constraints.problems()) == 1
+
+
+def test_a_device_unpacks_masks_as_the_host_does(bytes_tokenizer: LLTokenizer):
+    constraints = constraints_of(bytes_tokenizer)
+    start(constraints, {0: JSON, 1: DIGITS})
+    begin(constraints, [0, 1])
+    assert constraints._filling is not None
+    masks = constraints._filling.result().masks
+    assert torch.equal(clear_bits(masks, VOCAB_SIZE), constraints.is_out())
 
 
 # A tree in order of storage, and what may follow each of its nodes; None where that matters not.
