@@ -35,6 +35,13 @@ SAMPLED: Options = {
     "repetition_penalty": 1.1,
     "frequency_penalty": 0.2,
 }
+CONSTRAINED: Options = {
+    "max_tokens": NUM_TOKENS,
+    "logprobs": True,
+    "seed": 12,
+    "temperature": 1.5,
+    "regex": r"(\{[a-z]{3,9}:[0-9]+\}){9,}",
+}
 
 
 @dataclass
@@ -97,7 +104,8 @@ async def _undisturbed(client: Client, rng: random.Random) -> list[Ask]:
         token_ids(solved_lines(rng.randrange(1 << 32), rng.randint(20, 120)) + "\n17+25=")
         for _ in range(NUM_PROMPTS)
     ]
-    options = [SAMPLED if number % 8 == 7 else GREEDY for number in range(NUM_PROMPTS)]
+    kinds = {7: SAMPLED, 3: CONSTRAINED}
+    options = [kinds.get(number % 8, GREEDY) for number in range(NUM_PROMPTS)]
     answers = await asyncio.gather(
         *(client.complete(p, **o) for p, o in zip(prompts, options, strict=True))
     )

@@ -44,8 +44,15 @@ SIZES: dict[str, Any] = {
     "max_model_len": 96,
     "num_kv_blocks": 16 * 24 + 1,
 }
-PATTERNS = [r"[0-9]{2,4}", r"(ab|cd)+e", r"[a-f]{3}-[0-9]{2}", r"[^a]{1,6}", r"x?y*z{2}", r"\.\S\n"]
-TEXTS = ["yes", "no", "maybe so", 'with "quotes"', "back\\slash", "two\nlines", "é", "😀"]
+PATTERNS = [
+    r"[0-9]{2,4}",
+    r"(ab|cd)+e",
+    r"[a-f]{3}-[0-9]{2}",
+    r"[^a\n]{1,6}",
+    r"x?y*z{2}",
+    r"\.\S\t",
+]
+TEXTS = ["yes", "no", "maybe so", 'with "quotes"', "back\\slash", "two\tparts", "é", "😀"]
 
 
 class Case(NamedTuple):
@@ -134,7 +141,7 @@ def random_cases(seed: int, count: int) -> list[Case]:
             logprobs=place % 11 == 0,
             n=1 + place % 2,
             grammar=build_grammar(kind, text),
-            delay=rng.randrange(9),
+            delay=rng.randrange(9) + 4 * max(place - 16, 0),
         )
         cases.append(Case(kind, text, ask))
     return cases
@@ -240,7 +247,8 @@ def test_drafts_change_no_answer(served: Served, name: str, topk: int):
     with cell_of(model=served.model, **SIZES | settings_of(name, topk)) as cell:
         router = Router(cell)
         assert serve(router, asks) == answers
-        assert max(router.widths) > 1
+        accepted = [each.progress.num_accepted_drafts for each in router.ended]
+        assert sum(accepted) > 0
 
 
 def test_several_executors_keep_to_constraints_too(served: Served):

@@ -80,6 +80,8 @@ def changed(rng: random.Random, message: AnyMessage) -> AnyMessage:
         field = rng.choice(inner.DESCRIPTOR.fields)
         if field.type != _KIND.TYPE_MESSAGE or _is_map(field) or rng.random() < 0.1:
             break
+        if not field.message_type.fields:  # there is nothing in it to change
+            break
         if not field.is_repeated:
             inner = getattr(inner, field.name)
         elif len(items := getattr(inner, field.name)):

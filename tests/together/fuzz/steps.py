@@ -10,6 +10,8 @@ from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.support.steps import decode_part, idle_part, prompt_part, step
 from tests.together.fuzz.mutations import changed, column, damaged, filled, random_bytes
 
+GRAMMARS = ('start: "a" | "b" start', "start: /[0-9]+/", "start: nothing", "", "{", "\x00" * 99)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
@@ -33,7 +35,12 @@ def right_step(rng: random.Random, sizes: Sizes, step_id: int, epoch: int = 1) -
         starts = {"temperature": [0.7], "top_k": [3], "top_p": [0.9], "seed": [rng.getrandbits(64)]}
     if rng.random() < 0.3:
         starts |= {"repetition_penalty": [1.2], "num_prompt_ids": [1], "prompt_ids": [prompt[0]]}
+    has_grammar = rng.random() < 0.2
+    if has_grammar:
+        starts |= {"grammar_of": [1]}
     part = prompt_part(rng.randrange(sizes.num_rows), prompt, block_ids, **starts)
+    if has_grammar:
+        part.starts.grammars.append(rng.choice(GRAMMARS))
     return step(step_id, part, num_tokens=[len(prompt)], num_logits=[1], epoch=epoch)
 
 
@@ -64,6 +71,9 @@ def _change_column(rng: random.Random, message: pb.StepRequest) -> None:
     part = message.ranks[0]
     target = rng.choice((part.starts, part.sequences, part.sequences))
     name = rng.choice(target.DESCRIPTOR.fields).name
+    if name == "grammars":
+        target.grammars[:] = rng.choices(GRAMMARS, k=rng.randrange(3))
+        return
     data: bytes = getattr(target, name)
     match rng.choice(("other", "shorter", "longer", "entry")):
         case "shorter":
@@ -91,7 +101,8 @@ def _double_rows(rng: random.Random, message: pb.StepRequest) -> None:
     """The same row twice in one batch, all columns alike."""
     for target in (message.ranks[0].starts, message.ranks[0].sequences):
         for field, data in target.ListFields():
-            setattr(target, field.name, bytes(data) * 2)
+            if isinstance(data, bytes):
+                setattr(target, field.name, data * 2)
     for counts in (
         message.agreement.global_num_tokens,
         message.agreement.global_num_tokens_for_logprob,

@@ -109,6 +109,7 @@ def test_a_step_is_read_or_refused_by_name_and_changes_nothing(seed: int) -> Non
         vocab_size=VOCAB_SIZE,
         max_model_len=MAX_MODEL_LEN,
         graph_sizes=GraphSizes(decode=(1, 2, 4), extend=(4, 8, 16)),
+        takes_grammars=True,
     )
     progress = RowProgress.empty(np.zeros(SIZES.num_rows, np.int64))
     progress.is_live[:4] = progress.has_sampled[:2] = True

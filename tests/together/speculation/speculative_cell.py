@@ -240,7 +240,7 @@ def serve(router: Router, asks: Sequence[Ask], depth: int = 2) -> list[list[Answ
     """Returns what each continuation of each request gives, with ``depth`` steps in flight."""
     requests: list[Request | None] = [None] * len(asks)
     planned = 0
-    for turn in range(5000):
+    for turn in range(5000 + 10 * len(asks)):
         for place, ask in enumerate(asks):
             if requests[place] is None and ask.delay <= turn:
                 requests[place] = _submit(router, ask)
