@@ -8,12 +8,15 @@ FROM python:3.12-slim AS build
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
+# Indexes of your own: --build-arg PIP_INDEX_URL=https://..., and for PyTorch the other.
+ARG PIP_INDEX_URL
+ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 WORKDIR /src
 COPY deploy/docker/executor-cpu.lock deploy/docker/torch-cpu.txt ./
 # One index for each step: of two, pip takes the higher version, and anybody may upload to one.
 RUN python -m venv /opt/venv \
     && /opt/venv/bin/pip install --no-cache-dir --no-deps \
-        --index-url https://download.pytorch.org/whl/cpu -r torch-cpu.txt \
+        --index-url "$TORCH_INDEX_URL" -r torch-cpu.txt \
     && /opt/venv/bin/pip install --no-cache-dir --require-hashes -r executor-cpu.lock
 COPY pyproject.toml README.md LICENSE ./
 COPY protos protos
@@ -33,6 +36,10 @@ COPY --from=build /opt/cpu_kernels /opt/cpu_kernels
 COPY deploy/demo_model /opt/demo_model
 # Not /tmp: Python takes modules from where it starts, and whoever can write there is it then.
 WORKDIR /opt
+LABEL org.opencontainers.image.title="lockstep-executor-cpu" \
+    org.opencontainers.image.description="Runs the demo model on a CPU, driven by a router" \
+    org.opencontainers.image.version="0.2.0" \
+    org.opencontainers.image.licenses="Apache-2.0"
 USER 65532:65532
 EXPOSE 50061
 ENTRYPOINT ["/opt/venv/bin/python", "-m", "executor"]

@@ -13,6 +13,8 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 65532 --user-group --no-create-home --shell /usr/sbin/nologin lockstep \
     && install --directory --owner=lockstep --group=lockstep /cache
+# An index of your own: --build-arg PIP_INDEX_URL=https://...
+ARG PIP_INDEX_URL
 WORKDIR /src
 COPY deploy/docker/executor.lock ./
 RUN python3 -m venv /opt/venv \
@@ -26,6 +28,10 @@ RUN /opt/venv/bin/pip install --no-index --no-deps --no-build-isolation .
 ENV FLASHINFER_WORKSPACE_BASE=/cache
 # Not /tmp: Python takes modules from where it starts, and whoever can write there is it then.
 WORKDIR /opt
+LABEL org.opencontainers.image.title="lockstep-executor" \
+    org.opencontainers.image.description="Runs one model on one GPU, driven by a router" \
+    org.opencontainers.image.version="0.2.0" \
+    org.opencontainers.image.licenses="Apache-2.0"
 USER 65532:65532
 EXPOSE 50061
 ENTRYPOINT ["/opt/venv/bin/python", "-m", "executor"]

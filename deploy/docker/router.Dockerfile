@@ -3,6 +3,8 @@
 #     docker build -f deploy/docker/router.Dockerfile -t lockstep-router .
 
 FROM python:3.12-slim AS build
+# An index of your own: --build-arg PIP_INDEX_URL=https://...
+ARG PIP_INDEX_URL
 WORKDIR /src
 COPY deploy/docker/router.lock ./
 RUN python -m venv /opt/venv \
@@ -21,6 +23,10 @@ COPY --from=build /opt/venv /opt/venv
 COPY deploy/demo_model/tokenizer.json /opt/demo_model/tokenizer.json
 # Not /tmp: Python takes modules from where it starts, and whoever can write there is it then.
 WORKDIR /opt
+LABEL org.opencontainers.image.title="lockstep-router" \
+    org.opencontainers.image.description="Schedules all DP ranks of groups of executors" \
+    org.opencontainers.image.version="0.2.0" \
+    org.opencontainers.image.licenses="Apache-2.0"
 # By number: Kubernetes cannot tell from a name that it is not root.
 USER 65532:65532
 EXPOSE 50051

@@ -11,6 +11,7 @@ import yaml
 
 from deploy.local.processes import ROOT
 from tests.deploy.cluster import COMMANDS, settings_of
+from tests.deploy.dockerfiles import FILES, entrypoint
 from tests.deploy.rendering import with_typo
 
 COMPOSE = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
@@ -66,6 +67,18 @@ def test_executors_the_router_and_prometheus_share_tokens_that_git_does_not_have
         assert settings[setting] == Path("/run/secrets/executor-token")
         assert settings["metrics_tokens"] == Path("/run/secrets/metrics-token")
         assert service["secrets"] == ["executor-token", "metrics-token"] == [*COMPOSE["secrets"]]
+
+
+def test_each_of_our_containers_is_probed_where_it_listens() -> None:
+    for service in COMPOSE["services"].values():
+        if "build" not in service:
+            continue
+        image = service["image"].partition(":")[0]
+        _, python, _, module, address, name = service["healthcheck"]["test"]
+        assert python == entrypoint(FILES[image])[0]
+        assert (module, name) == ("protos.transport.probe", "liveness")
+        listen = settings_of(COMMANDS[image], service["environment"])["listen"]
+        assert address == listen.replace("0.0.0.0", "127.0.0.1")
 
 
 def test_there_is_time_to_drain_before_a_container_is_killed() -> None:

@@ -65,6 +65,14 @@ def test_an_image_runs_its_program_as_the_pods_user(image: str) -> None:
     assert packages == {module}, "the router has no tensors, the executor no policy"
 
 
+@pytest.mark.parametrize("image", dockerfiles.FILES)
+def test_an_image_says_what_it_is(image: str) -> None:
+    text = dockerfiles.last(dockerfiles.FILES[image], "LABEL")
+    labels = dict(re.findall(r'org\.opencontainers\.image\.(\w+)="([^"]+)"', text))
+    assert labels.pop("description")
+    assert labels == {"title": image, "version": VERSION, "licenses": PROJECT["license"]}
+
+
 def test_every_step_that_installs_takes_hashes_or_no_index() -> None:
     for image, path in dockerfiles.FILES.items():
         steps = [
