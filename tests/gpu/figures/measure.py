@@ -133,12 +133,12 @@ class Kernel(NamedTuple):
     """Launches of one kernel in a step.
 
     Attributes:
-        count: How many.
+        launches: How many.
         total_s: How long all of them take.
     """
 
     name: str
-    count: float
+    launches: float
     total_s: float
 
 

@@ -140,7 +140,7 @@ def measure_trace(machine: Machine) -> list[Table]:
             whole_s = sum(kernel.total_s for kernel in kernels)
             for place, kernel in enumerate(kernels[:NUM_TRACED], start=1):
                 share = f"{kernel.total_s / whole_s:.0%}"
-                cells = (kernel.name, f"{kernel.count:g}", f"{kernel.total_s * 1e6:.1f}", share)
+                cells = (kernel.name, f"{kernel.launches:g}", f"{kernel.total_s * 1e6:.1f}", share)
                 rows[f"{size} / {place}"] = cells
         del captured, run
     return [Table(*TRACE, rows)]
