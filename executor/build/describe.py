@@ -107,6 +107,7 @@ def _agreement(
         "quantized_weights": config.quantized_weights,
         "kept_weights": [name for name, kept in keeping._asdict().items() if kept is not None],
         "flashinfer_pdl": config.flashinfer_pdl,
+        "triton_kernels": config.triton_kernels,
         "grammars": grammar_digest(config.model),
         "decode_graph_sizes": list(graph_sizes.decode),
         "extend_graph_sizes": list(graph_sizes.extend),

@@ -36,9 +36,9 @@ def test_every_flag_that_is_named_exists():
     flags = {flag for main in PROGRAMS for option in main.params for flag in option.opts}
     named = set(re.findall(r"(?<![\w-])--[a-z0-9]+(?:-[a-z0-9]+)*\b(?!-\*)", own_text()))
 
-    # Of every program, of the demo, of the attacks, of benches, of SMG.
+    # Of every program, of the demo, of the attacks, of benches, of SMG, of docker build.
     named -= {"--help", "--speculative", "--only", "--envoy", "--require", "--model-path"}
-    named -= {"--trace", "--loads"}
+    named -= {"--trace", "--loads", "--build-arg"}
     assert named <= flags | {"--tls", "--executor"}  # --tls-*: a family
 
 

@@ -13,24 +13,24 @@ import numpy as np
 
 from deploy.local.demo_tasks import token_ids
 from executor.__main__ import main
-from executor.worker import Worker
+from executor.worker import Pending, Worker
 from protos.executor.v1 import executor_pb2 as pb
 
 POISON, SNARE = "@poison@", "@snare@"
 _POISON_BYTES, _SNARE_BYTES = (
     np.array(token_ids(text), dtype="<i4").tobytes() for text in (POISON, SNARE)
 )
-_execute = Worker.execute
+_launch = Worker.launch
 
 
-def _execute_or_die(worker: Worker, request: pb.StepRequest) -> pb.StepResponse:
+def _launch_or_die(worker: Worker, request: pb.StepRequest) -> Pending:
     if any(_POISON_BYTES in rank.sequences.token_ids for rank in request.ranks):
         os.kill(os.getpid(), signal.SIGKILL)
     if any(_SNARE_BYTES in rank.sequences.token_ids for rank in request.ranks):
         threading.Event().wait()
-    return _execute(worker, request)
+    return _launch(worker, request)
 
 
 if __name__ == "__main__":
-    Worker.execute = _execute_or_die  # type: ignore[method-assign, assignment]
+    Worker.launch = _launch_or_die  # type: ignore[method-assign, assignment]
     main()

@@ -225,6 +225,7 @@ OTHERWISE: dict[str, Any] = {
     "quantized_weights": "dequantize",
     "weights": "int8",
     "flashinfer_pdl": "on",
+    "triton_kernels": "off",
 }
 DRAFTING_OTHERWISE: dict[str, Any] = {
     "draft_model": DEMO_DRAFTS / "mtp",
