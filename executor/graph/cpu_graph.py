@@ -15,6 +15,7 @@ from typing import Any
 
 import structlog
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -30,6 +31,7 @@ _TAGS = (  # of operators that give something else each time, or wait for number
     torch.Tag.dynamic_output_shape,
     torch.Tag.nondeterministic_seeded,
 )
+_READS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)  # by no operator
 
 
 class GraphMemory:
@@ -96,7 +98,7 @@ class CpuGraph:
     def _record(self) -> list[Part]:
         """Runs the pass, and returns what runs it again."""
         recorder = _Recorder(self._memory)
-        with noting(recorder.work.append), recorder:
+        with noting(recorder.work.append), recorder, _ReadGuard(recorder):
             self._run()
         if recorder.problem is not None:
             log.info("cpu_graph_called", operator=recorder.problem)
@@ -120,7 +122,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         work: Calls of kernels and of operators, in order.
-        problem: An operator that cannot be called again; None without.
+        problem: What is called that cannot be called again; None without.
     """
 
     def __init__(self, memory: GraphMemory) -> None:
@@ -158,6 +160,25 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             places = [noted(x) for x in result]
             self.work.append(lambda: [y.copy_(x) for y, x in zip(places, again(), strict=True)])
         return result
+
+
+class _ReadGuard(TorchFunctionMode):
+    """Tells a recorder of numbers that the host takes from memory, which no operator does."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if function in _READS:
+            self._recorder.problem = function.__name__
+        return function(*args, **kwargs or {})
 
 
 def _shares_memory(result: Any, args: tuple[Any, ...]) -> bool:

@@ -28,6 +28,14 @@ def host_reads() -> None:
     OUT.copy_(normed(X) * float(X.sum()))
 
 
+def host_lists() -> None:
+    OUT.copy_(normed(X) * X[0].tolist()[0])
+
+
+def host_arrays() -> None:
+    OUT.copy_(normed(X) * float(X.float().numpy()[0, 0]))
+
+
 def random_numbers() -> None:
     OUT.copy_(normed(X) * torch.rand(3, 16))
 
@@ -38,7 +46,9 @@ def graph_of(run: Callable[[], None]) -> CpuGraph:
     return CpuGraph(kernels, GraphMemory(), run)
 
 
-@pytest.mark.parametrize("run", [kernels_and_operators, host_reads, random_numbers])
+@pytest.mark.parametrize(
+    "run", [kernels_and_operators, host_reads, host_lists, host_arrays, random_numbers]
+)
 def test_each_call_sees_what_its_inputs_hold(run: Callable[[], None]):
     normed(X)  # skips
     graph = graph_of(run)
