@@ -179,6 +179,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._finishing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="finish")
         self._last_reading: Reading | None = None
+        self._ended_ns = 0  # when the last step was finished
         self._worker: Worker | None = None
         self._description = pb.DescribeResponse()
         self._stream: StepStream | None = None
@@ -443,7 +444,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         stream.under_way.add(request.step_id)
         try:
             worker.run_deferred()
-            queued_ns = time.perf_counter_ns() - arrival_ns
+            begun_ns = time.perf_counter_ns()
             self._check_order(request)
             if worker.has_peers:
                 stream.epoch = request.epoch
@@ -451,12 +452,11 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         except Exception as error:
             return self._give_up(stream, worker, error, request)
         self._next_step_id += 1
-        self._measures.phase_ns["queue"] += queued_ns
+        finish = partial(self._finish, stream, worker, request, pending, arrival_ns, begun_ns)
         if not pending.is_done:
-            finish = partial(self._finish, stream, worker, request, pending, queued_ns)
             self._last_reading = self._finishing.submit(finish)
             return self._last_reading
-        answer = self._finish(stream, worker, request, pending, queued_ns)
+        answer = finish()
         if worker.has_deferred and isinstance(
             answer, pb.StepResponse
         ):  # the answer goes out meanwhile
@@ -469,7 +469,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         worker: Worker,
         request: pb.StepRequest,
         pending: Pending,
-        queued_ns: int,
+        arrival_ns: int,
+        begun_ns: int,
     ) -> Answer:
         """Returns the answer of a step that was launched; on a GPU, in a thread that only does this."""
         try:
@@ -477,7 +478,9 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         except Exception as error:
             return self._give_up(stream, worker, error, request)
         stream.under_way.discard(request.step_id)
-        response.queued_ns = queued_ns
+        response.queued_ns = max(begun_ns, self._ended_ns) - arrival_ns
+        self._ended_ns = time.perf_counter_ns()
+        self._measures.phase_ns["queue"] += response.queued_ns
         return response
 
     def _run_deferred(self, stream: StepStream, worker: Worker, request: pb.StepRequest) -> None:

@@ -10,6 +10,7 @@ from typing import Final
 SHARE = 0.95  # of the prediction: executors may be faster
 FIRST_LEAD_S, MIN_LEAD_S, MAX_LEAD_S = 1e-3, 0.3e-3, 5e-3
 GROWTH, SHRINKAGE = 1.25, 0.99
+READY_S = 0.5e-3  # what an executor has waited for takes it as long to read, and a GPU's to launch
 LEAST_LEADS: Final = 4  # a step of fewer is over before it pays
 
 
@@ -32,8 +33,8 @@ class PlanLead:
         return SHARE * predicted_s - self.seconds
 
     def note(self, queued_s: float) -> None:
-        """Notes how long a step that was planned late lay ready before an executor began it."""
-        if queued_s > 0:
+        """Notes how long a step that was planned late lay at an executor until its work began."""
+        if queued_s > READY_S:
             self.seconds = max(MIN_LEAD_S, SHRINKAGE * self.seconds)
         else:
             self.num_late += 1

@@ -959,7 +959,9 @@ class StepResponse(_message.Message):
     step_id: _builtins.int
     """From the request."""
     queued_ns: _builtins.int
-    """From the request's arrival to the start of its work, in nanoseconds."""
+    """From the request's arrival to the start of its work, or the end of the step before if that was
+    later, in nanoseconds.
+    """
     forward_ns: _builtins.int
     """From the start of its work, or the end of the step before if that was later, to its tokens on the
     host, in nanoseconds.

@@ -4,7 +4,9 @@ The worker is ahead, as a GPU's: steps wait for its gate after they were launche
 """
 
 import asyncio
+import time
 from concurrent import futures
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +39,20 @@ async def test_the_next_step_is_launched_while_one_runs_whenever_it_comes(ahead:
     await until(lambda: worker.begun == [1, 2, 3])
     worker.gate.set()
     assert await read_ids(call, 3) == [1, 2, 3]
+    await call.done_writing()
+
+
+async def test_a_step_is_in_the_queue_until_the_one_before_has_ended(
+    ahead: Any, monkeypatch: pytest.MonkeyPatch
+):
+    now_ns = [5000]
+    clock = SimpleNamespace(perf_counter_ns=lambda: now_ns[0], perf_counter=time.perf_counter)
+    monkeypatch.setattr("executor.server.time", clock)
+    worker, client = ahead
+    call = await launched(worker, client, 1, 2)
+    now_ns[0] = 8000
+    worker.gate.set()
+    assert [(await call.read()).queued_ns for _ in range(2)] == [0, 3000]
     await call.done_writing()
 
 
