@@ -139,8 +139,9 @@ class ExecutorConfig(ServiceConfig):
     decoding would have sampled, so a seed gives the same text with and without drafts. rejection:
     drafts are drawn at the request's temperature and accepted by chance; only the distribution is
     that of plain decoding. Chains only."""
-    flashinfer_pdl: str = setting("off", ON_OFF)
-    """Whether FlashInfer's kernels may start before the one ahead has ended."""
+    flashinfer_pdl: str = setting("auto", one_of("auto", "on", "off"))
+    """Whether FlashInfer's kernels may start before the one ahead has ended: auto where the GPU lets them,
+    from compute capability 9.0 on."""
     num_threads: int | None = setting(None, at_least(1), unset="PyTorch decides")
     """Threads of one CPU operator."""
     triton_kernels: str = setting("auto", one_of("auto", "off"))

@@ -247,7 +247,7 @@ class Cuda(Device):
         self._resources = CaptureResources(CudaDevice(self.torch_device))
         self._barrier = HostBarrier()
         self.members = (self._barrier,)
-        self.ops = _flashinfer(config)
+        self.ops = _flashinfer(config, self.torch_device)
         if self.ops is not None:
             self.ops.load(self.torch_device)
         self.triton = None if self.ops is None else open_triton(config, self.torch_device)
@@ -337,9 +337,16 @@ class Cuda(Device):
         return CUDAGraphBackend(self._resources, barrier=self._barrier.wait)
 
 
-def _flashinfer(config: ExecutorConfig) -> FlashInferOps | None:
+def starts_early(flashinfer_pdl: str, device: torch.device) -> bool:
+    """Returns whether FlashInfer's kernels start early on a GPU, by the setting of that name."""
+    if flashinfer_pdl == "auto":
+        return torch.cuda.get_device_capability(device) >= (9, 0)
+    return flashinfer_pdl == "on"
+
+
+def _flashinfer(config: ExecutorConfig, device: torch.device) -> FlashInferOps | None:
     try:
-        return FlashInferOps(enable_pdl=config.flashinfer_pdl == "on")
+        return FlashInferOps(enable_pdl=starts_early(config.flashinfer_pdl, device))
     except ImportError as error:
         log.warning("no_flashinfer", problem=str(error), running="slower, on PyTorch's operators")
         return None

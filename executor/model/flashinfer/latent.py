@@ -119,7 +119,8 @@ class PagedLatent:
         self.library_bytes = _LIBRARY_BYTES
         self.buffers = buffers
         self._mla: Any = ops.library.mla
-        self._enable_pdl = ops.enable_pdl
+        # True is refused for kernels that have none, those of Hopper; None is as they have it.
+        self._enable_pdl = None if ops.enable_pdl else False
         self._shape = shape
         self._wrapper = self._mla.BatchMLAPagedAttentionWrapper(
             float_workspace_buffer=float_workspace,

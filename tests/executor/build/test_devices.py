@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from executor.build import devices
-from executor.build.devices import Cpu, open_device
+from executor.build.devices import Cpu, open_device, starts_early
 from executor.config import ExecutorConfig
 
 
@@ -66,6 +66,14 @@ def test_executors_of_one_machine_each_run_on_a_gpu_of_their_own(
     monkeypatch.setattr(torch.cuda, "set_device", made_current.append)
     monkeypatch.setattr(devices, "CudaDevice", lambda device: device)
     monkeypatch.setattr(devices, "CaptureResources", lambda device: device)
-    monkeypatch.setattr(devices, "_flashinfer", lambda config: None)
+    monkeypatch.setattr(devices, "_flashinfer", lambda config, device: None)
     found = opened(tiny_checkpoint, device=device, **place)
     assert [found.torch_device] == made_current == [torch.device("cuda", number)]
+
+
+def test_kernels_start_early_where_the_gpu_lets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    ampere, hopper = torch.device("cuda", 0), torch.device("cuda", 1)
+    capabilities = {ampere: (8, 9), hopper: (9, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+    assert [starts_early("auto", device) for device in (ampere, hopper)] == [False, True]
+    assert [starts_early(setting, hopper) for setting in ("on", "off")] == [True, False]

@@ -24,7 +24,7 @@ from unittest.mock import patch
 import torch
 
 from executor.batch.staging import Copier
-from executor.build.devices import open_triton
+from executor.build.devices import open_triton, starts_early
 from executor.config import ExecutorConfig
 from executor.graph.backend import EagerBackend, RunnerBackend
 from executor.graph.cuda_graph_backend import CaptureResources, CudaDevice, CUDAGraphBackend
@@ -79,13 +79,13 @@ class Gpu:
         return open_triton(ExecutorConfig(model=DEMO_MODEL, **settings), self.device)
 
     def new_ops(self, pdl: str) -> FlashInferOps | None:
-        """Returns FlashInfer whose kernels may start early, or not: "on" or "off"."""
+        """Returns FlashInfer whose kernels may start early, or not: "on", "off" or "auto"."""
         has_nvcc = shutil.which("nvcc") is not None or "CUDA_HOME" in os.environ
         if not has_nvcc or shutil.which("ninja") is None:
             # A kernel that is not built already is then reported as missing, and its test fails.
             os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
         try:
-            return FlashInferOps(enable_pdl=pdl == "on")
+            return FlashInferOps(enable_pdl=starts_early(pdl, self.device))
         except ImportError:
             return None
 
