@@ -52,6 +52,7 @@ def climb(rung: Rung, python: str, env: Mapping[str, str], log: BinaryIO) -> Out
         report = Path(folder, "report.xml")
         # Nobody has seen all warnings of the libraries on a GPU.
         pytest = [python, "-m", "pytest", "-v", "-W", "default", "-p", "no:cacheprovider"]
+        pytest += ["-p", "pytest_asyncio.plugin"]  # and no others that a machine happens to have
         process = subprocess.Popen(
             [*pytest, f"--junitxml={report}", *rung.tests],
             cwd=ROOT,
@@ -133,7 +134,7 @@ class Ladder:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(RESULTS, path)
-        self._path = path
+        self._path = path.resolve()  # as rungs run elsewhere
         self._rungs = rungs
         self._python = python
         self._env = env
@@ -227,6 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     python = make_environment(options.wheels) if options.wheels else sys.executable
     env = {**os.environ, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
     env.pop("CUDA_LAUNCH_BLOCKING", None)  # kernels that wait for one another would never end
+    env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     env.setdefault("LOCKSTEP_CPU_KERNELS", "off")  # which take time to compile
     if options.kernels:
         add_kernels(options.kernels, python)

@@ -35,8 +35,9 @@ def _figures(name: str, what: str, limit_s: float, *tables: str) -> Rung:
     return Rung(name, what, (test,), limit_s, tables)
 
 
-# As executor/__main__.py has the watchdog of PyTorch's NCCL.
+# As executor/__main__.py has NCCL on one machine, and PyTorch's watchdog of it.
 NCCL = {
+    "NCCL_SOCKET_IFNAME": "lo",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",

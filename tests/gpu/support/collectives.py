@@ -19,7 +19,13 @@ def form(machine: Machine, epoch: int) -> EpochGroups:
     store = open_store(HOST, SECRET)
     try:
         return join_group(
-            HOST, store.port, SECRET, epoch=epoch, topology=Topology(), device=machine.device
+            HOST,
+            store.port,
+            SECRET,
+            epoch=epoch,
+            topology=Topology(),
+            device=machine.device,
+            bind_host=HOST,  # a machine without a network may have no address for its name
         )
     finally:
         store.close()
