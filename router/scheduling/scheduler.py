@@ -151,7 +151,7 @@ class Scheduler:
         table, is_speculative = self.table, plan.limits is not None
         table.num_in_flight -= plan.runs
         hand_out_logprobs(plan, result)
-        if any(part.failures for part in result):
+        if table.num_constrained:
             self._fail_rows(result)
         write = write_runs if is_speculative else write_tokens
         new = write(table, plan, result, has_ended=bool(self._leaving))
@@ -438,7 +438,7 @@ class Scheduler:
         for part, first_row in zip(result, self.table.first_rows.tolist(), strict=False):
             for row, problem in part.failures:
                 sequence = self.table.sequences[first_row + row]
-                if sequence is not None:  # else it has ended meanwhile
+                if sequence is not None and sequence.request.grammar:  # else it has ended meanwhile
                     sequence.error = ConstraintFailed(problem)
                     self._end(sequence)
 

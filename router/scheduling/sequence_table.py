@@ -131,6 +131,7 @@ class SequenceTable:
         block_starts: int64 [R], where each row begins in `flat_blocks`.
         flat_blocks: `block_table` as one long row.
         flat_window_blocks: `window_block_table` as one long row.
+        num_constrained: Bound sequences that have a grammar.
         has_windows: Whether rows have two lists of blocks.
         num_lists: 2 if so, else 1.
         window_reach: Blocks before that of a token that its window may reach into.
@@ -165,7 +166,7 @@ class SequenceTable:
         self.num_named_blocks = np.zeros(num_rows, dtype=np.int32)
         self.num_in_flight = np.zeros(num_rows, dtype=np.int32)
         self.num_taken = np.zeros(num_rows, dtype=np.int32)
-        self.num_stop_ids = 0
+        self.num_stop_ids = self.num_constrained = 0
         self.stop_ids = np.full((NUM_STOP_IDS, num_rows), -1, dtype=np.int32)
         self.is_inspected = np.zeros(num_rows, dtype=np.bool_)
         self.takes_drafts = np.zeros(num_rows, dtype=np.bool_)
@@ -265,6 +266,7 @@ class SequenceTable:
         self.num_computed[row] = num_cached * self.block_size
         self.max_len[row] = sequence.num_prompt_tokens + stop.max_tokens
         self.max_computed[row] = self.max_len[row] - 1
+        self.num_constrained += bool(request.grammar)
         # Where there is a grammar, executors know when it may end.
         min_tokens = 0 if request.grammar else stop.min_tokens
         self.min_len[row] = sequence.num_prompt_tokens + min_tokens
@@ -309,6 +311,7 @@ class SequenceTable:
         sequence.progress.num_drafts = int(self.num_drafts[row])
         sequence.progress.num_accepted_drafts = int(self.num_accepted[row])
         sequence.table = None
+        self.num_constrained -= bool(sequence.request.grammar)
         self.sequences[row] = None
         self.listener[row] = 0
         self.is_columnar[row] = False
