@@ -15,6 +15,7 @@ deferred until the answer is out.
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -94,7 +95,7 @@ class Pending(NamedTuple):
         gained: On its way to the host, int64: [S] tokens; of a speculative step [B, 1 + D + 1] how
             many tokens each sequence gained, and these.
         scores: Log probabilities; None if none were asked for.
-        failures: Rows that cannot keep to their grammar, and why.
+        failures: Rows that cannot keep to their grammar, and why, once that is known; None: none has one.
         times: When it began, and when it had been launched.
         is_done: Whether all of it is on the host.
     """
@@ -105,7 +106,7 @@ class Pending(NamedTuple):
     groups: EpochGroups | None
     gained: ReadBack
     scores: Scores | None
-    failures: list[tuple[int, str]]
+    failures: Future[list[tuple[int, str]]] | None
     times: StepTimes
     is_done: bool
 
@@ -407,13 +408,12 @@ class Worker:
         seq_lens = columns.num_computed_tokens + 1
         constraints.begin(rows, seq_lens, lambda: HostDrafts(*both.wait()))
 
-    def _note_gains(self, staged: Staged, gained: ReadBack) -> list[tuple[int, str]]:
+    def _note_gains(self, staged: Staged, gained: ReadBack) -> Future[list[tuple[int, str]]] | None:
         """Has grammars go on behind what a step gains. Returns the rows that cannot, and why."""
         constraints = self._sampler.constraints
         if constraints is None:
-            return []
-        constraints.accept(staged.arrays.sampled_rows, gained.wait)
-        return constraints.problems()
+            return None
+        return constraints.accept(staged.arrays.sampled_rows, gained.wait)
 
     def _defer(self, draft_extend: Callable[[], None]) -> None:
         """Has draft-extend run without the step's tokens, on their way to the host, waiting."""
@@ -482,7 +482,7 @@ class Worker:
             result.num_next_tokens = _int32(num_tokens)
             gained = tokens[np.arange(tokens.shape[1]) < num_tokens[:, None]]
         result.next_token_ids = _int32(gained)
-        for row, problem in pending.failures:
+        for row, problem in pending.failures.result() if pending.failures is not None else ():
             result.grammar_failures.add(row=row, problem=problem)
         if pending.scores is not None:
             found, num_top = pending.scores

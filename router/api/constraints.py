@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from time import perf_counter
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
-from protos.executor.grammars import LIMITS, MAX_GRAMMAR_BYTES
+from protos.executor.grammars import LIMITS, MAX_GRAMMAR_BYTES, new_grammar_thread
 from protos.serving.v1 import serving_pb2
 from router.errors import InvalidRequest
 from router.scheduling.step import ServedModel
@@ -33,6 +34,7 @@ class _Kept:
 
     def __init__(self) -> None:
         self._grammars: OrderedDict[bytes, str] = OrderedDict()
+        self._thread: ThreadPoolExecutor | None = None  # once there is a constraint
 
     async def grammar_of(self, kind: str, text: str) -> str:
         """Returns the grammar of a constraint, built in a thread if it is not known.
@@ -42,7 +44,9 @@ class _Kept:
         """
         key = blake2b(f"{kind}:{text}".encode(), digest_size=16).digest()
         if key not in self._grammars:
-            grammar = await asyncio.to_thread(build_grammar, kind, text)
+            self._thread = self._thread or new_grammar_thread()
+            loop = asyncio.get_running_loop()
+            grammar = await loop.run_in_executor(self._thread, build_grammar, kind, text)
             self._grammars[key] = grammar
             if len(self._grammars) > NUM_KEPT:
                 self._grammars.popitem(last=False)

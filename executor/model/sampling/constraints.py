@@ -14,7 +14,7 @@ step's answer names; its mask then lets everything pass.
 """
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -25,8 +25,9 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from executor.batch.columns import BoolArray, Int64Array
 from executor.batch.read_step import RowStarts
-from protos.executor.grammars import LIMITS, MAX_PROBLEM_BYTES
+from protos.executor.grammars import LIMITS, MAX_PROBLEM_BYTES, new_grammar_thread
 
+NO_TOKEN = "no token of the model can go on from here"
 NUM_COMPILED = 32  # grammars kept as they begin, for rows that have the same
 
 Masks = npt.NDArray[np.int32]
@@ -42,18 +43,6 @@ class HostDrafts(NamedTuple):
 
     tokens: Int64Array
     parents: Int64Array
-
-
-class Filled(NamedTuple):
-    """The masks of a step.
-
-    Attributes:
-        masks: int32 [C * N, V / 32], on the host.
-        problems: Rows that cannot go on, and why.
-    """
-
-    masks: torch.Tensor
-    problems: list[tuple[int, str]]
 
 
 class Row(NamedTuple):
@@ -101,8 +90,8 @@ class Constraints:
         self._plain_end_ids = np.array(plain, np.int64)
         self._device = device
         self._fillers = LLExecutor(num_threads)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
-        self._filling: Future[Filled] | None = None
+        self._thread = new_grammar_thread()
+        self._filling: Future[torch.Tensor] | None = None
         self._most_masks = num_rows * max_nodes
         self._buffer: torch.Tensor | None = None  # of masks, once a row has a grammar
         # The thread's from here on.
@@ -140,26 +129,26 @@ class Constraints:
         In order of the rows that are constrained, and of their nodes.
         """
         assert self._filling is not None, "the masks of a step with constrained rows were begun"
-        masks, size = self._filling.result().masks, self._tokenizer.vocab_size
+        masks, size = self._filling.result(), self._tokenizer.vocab_size
         if self._device.type == "cpu":
             bits = np.invert(masks.numpy()).view(np.uint8)
             return torch.from_numpy(np.unpackbits(bits, 1, size, "little")).view(torch.bool)
         return clear_bits(masks.to(self._device, non_blocking=True), size)
 
-    def problems(self) -> list[tuple[int, str]]:
-        """Returns the step's rows that cannot go on, and why, waiting for its masks."""
-        return [] if self._filling is None else self._filling.result().problems
-
-    def accept(self, rows: Int64Array, gained: Callable[[], Int64Array]) -> None:
+    def accept(
+        self, rows: Int64Array, gained: Callable[[], Int64Array]
+    ) -> Future[list[tuple[int, str]]] | None:
         """Notes what the rows of a step gain.
 
         Args:
             rows: [S].
             gained: Waits for it: [S] tokens, or [S, 1 + n] how many tokens each gained, and these.
+
+        Returns:
+            Rows that cannot go on, and why, as soon as that is known; None if no row is constrained.
         """
-        if self._filling is not None:
-            at = np.flatnonzero(self.is_constrained[rows]).tolist()
-            self._thread.submit(self._accept_step, rows[at].tolist(), at, gained)
+        at = np.flatnonzero(self.is_constrained[rows]).tolist()
+        return self._thread.submit(self._accept_step, rows[at].tolist(), at, gained) if at else None
 
     # ---- on the thread
 
@@ -188,11 +177,12 @@ class Constraints:
 
     def _accept_step(
         self, rows: list[int], at: list[int], gained: Callable[[], Int64Array]
-    ) -> None:
+    ) -> list[tuple[int, str]]:
         table = gained()
         for row, i in zip(rows, at, strict=True):
             tokens = table[i : i + 1] if table.ndim == 1 else table[i, 1 : 1 + table[i, 0]]
             self._accept(row, tokens.tolist())
+        return [(row, self._problems[row]) for row in rows if row in self._problems]
 
     def _accept(self, row: int, tokens: list[int]) -> None:
         """Takes a row along its tokens, up to the end of its sequence."""
@@ -200,10 +190,12 @@ class Constraints:
             return
         matcher = self._rows[row].matcher
         num_taken = next((i for i, id_ in enumerate(tokens) if id_ in self._end_ids), len(tokens))
-        if not matcher.consume_tokens(tokens[:num_taken]):
-            self._check(row)
-        if num_taken < len(tokens):
-            del self._rows[row]  # steps that had begun by then may still run it
+        matcher.consume_tokens(tokens[:num_taken])
+        if self._check(row) and num_taken < len(tokens):
+            if matcher.is_accepting():
+                del self._rows[row]  # steps that had begun by then may still run it
+            else:
+                self._fail(row, NO_TOKEN)
 
     def _fill(
         self,
@@ -211,8 +203,8 @@ class Constraints:
         seq_lens: Int64Array,
         at: list[int],
         drafts: Callable[[], HostDrafts] | None,
-    ) -> Filled:
-        """Fills the masks of rows[at]."""
+    ) -> torch.Tensor:
+        """Fills the masks of rows[at]. Returns them: int32 [C * N, V / 32], on the host."""
         given = None if drafts is None else drafts()
         size = 1 if given is None else given.tokens.shape[1] + 1
         if self._buffer is None:
@@ -232,24 +224,26 @@ class Constraints:
             nodes, length = masks[i * size : (i + 1) * size], int(seq_lens[at[i]])
             if not self._check(row):
                 nodes.fill(-1)
-            elif not self._trim(row, nodes[0], length):
-                self._fail(row, "no token of the model can go on from here")
+            elif not self._trim(row, self._rows[row].matcher, nodes[0], length):
+                self._fail(row, NO_TOKEN)
             elif given is not None:
                 drafted = given.tokens[at[i]], given.parents[at[i]]
                 self._fill_nodes(row, nodes, length, *drafted)
-        problems = [(row, self._problems[row]) for row in constrained if row in self._problems]
-        return Filled(filled, problems)
+        return filled
 
-    def _trim(self, row: int, mask: Masks, length: int) -> bool:
+    def _trim(self, row: int, matcher: LLMatcher, mask: Masks, length: int) -> bool:
         """Takes out of the mask of a row [V / 32] what would end it too early.
 
         Args:
+            row: The row.
+            matcher: Its own, or one that has gone on along drafts.
+            mask: To be written to.
             length: Tokens that its sequence has there.
 
         Returns:
             Whether anything is left; else it lets everything pass.
         """
-        matcher, min_len, end_ids = self._rows[row]
+        _, min_len, end_ids = self._rows[row]
         if self._plain_end_ids.size and not matcher.is_accepting():
             mask[:] = _without(mask, self._plain_end_ids)
         if length < min_len and (rest := _without(mask, end_ids)).any():
@@ -263,7 +257,8 @@ class Constraints:
         self, row: int, masks: Masks, length: int, tokens: Int64Array, parents: Int64Array
     ) -> None:
         """Fills the masks [N, V / 32] behind a row's drafts. Those behind a wrong one matter not."""
-        matcher, here = self._rows[row].matcher, list[int]()
+        base = self._rows[row].matcher  # not to fail where a draft leads nowhere
+        matcher, here = base.deep_copy(), list[int]()
         paths: list[list[int] | None] = [here]  # of each node, the drafts up to it
         for node, parent in enumerate(parents.tolist(), start=1):
             path, before = None, paths[parent]
@@ -278,9 +273,10 @@ class Constraints:
                     path = None
                 else:
                     matcher.unsafe_compute_mask_ptr(masks[node].ctypes.data, masks[node].nbytes)
-                    self._trim(row, masks[node], length + len(here))
+                    self._trim(row, matcher, masks[node], length + len(here))
+                if matcher.is_error():
+                    matcher, here = base.deep_copy(), []
             paths.append(path)
-        matcher.rollback(len(here))
 
     def _check(self, row: int) -> bool:
         """Returns whether a row can go on."""

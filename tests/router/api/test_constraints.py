@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -40,6 +41,14 @@ async def test_each_kind_becomes_a_grammar_that_executors_can_read(kind: str):
     assert grammar
     assert build_grammar("grammar", grammar) if not grammar.startswith("{") else True
     assert (await read(KINDS[kind])).grammar is grammar  # it was kept
+
+
+async def test_rules_that_go_on_in_one_another_take_no_router_down():
+    """Reading them recurs as deep as there are rules."""
+    names = [f"r{number}" for number in range(5000)]
+    rules = [f"{rule}:{following}" for rule, following in pairwise(names)]
+    text = "\n".join(["start:r0", *rules, f'{names[-1]}:"a"'])
+    assert (await read({"grammar": text})).grammar
 
 
 async def test_a_request_without_a_constraint_has_no_grammar():

@@ -1,6 +1,7 @@
 """If these fail, an output breaks its grammar, or one bad grammar takes others down with it."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,11 @@ def allowed(constraints: Constraints) -> list[str]:
     ]
 
 
-def gain(constraints: Constraints, rows: list[int], table: list[Any]) -> None:
+def gain(constraints: Constraints, rows: list[int], table: list[Any]) -> dict[int, str]:
+    """Returns what is wrong with rows."""
     gained: Int64Array = np.array(table)
-    constraints.accept(np.array(rows), lambda: gained)
+    failures = constraints.accept(np.array(rows), lambda: gained)
+    return {} if failures is None else dict(failures.result())
 
 
 def test_masks_follow_the_tokens_and_an_output_ends_only_where_its_grammar_does(
@@ -73,12 +76,12 @@ def test_masks_follow_the_tokens_and_an_output_ends_only_where_its_grammar_does(
 ):
     constraints = constraints_of(bytes_tokenizer)
     start(constraints, {5: DIGITS, 2: "", 3: LETTERS})
-    seen = []
+    seen, failures = [], []
     for digit, letter in ("7a", "0b", "4$", "2$"):
         begin(constraints, [2, 3, 5])
         seen.append(allowed(constraints))
         ends = [EOS if each == "$" else ids(each)[0] for each in (letter, digit)]
-        gain(constraints, [2, 3, 5], [99, *ends])
+        failures.append(gain(constraints, [2, 3, 5], [99, *ends]))
     begin(constraints, [5])
 
     assert seen[0] == ["a", "0123456789"]
@@ -86,7 +89,7 @@ def test_masks_follow_the_tokens_and_an_output_ends_only_where_its_grammar_does(
     assert seen[2] == ["$", "$0123456789"]
     assert seen[3] == ["...", "$0123456789"]  # as the first has ended, in a step begun before
     assert allowed(constraints) == ["$"]
-    assert constraints.problems() == []
+    assert failures == [{}] * 4
 
 
 def test_a_row_that_starts_anew_goes_on_behind_its_output(bytes_tokenizer: LLTokenizer):
@@ -106,15 +109,15 @@ def test_a_grammar_that_fails_is_a_problem_of_its_row_only():
     start(constraints, {0: "start: nothing", 1: LETTERS, 2: unspellable, 3: DIGITS})
     begin(constraints, [0, 1, 2, 3])
     first = allowed(constraints)
-    problems = constraints.problems()
-    gain(constraints, [0, 1, 2, 3], ids("xaax"))
+    failures = gain(constraints, [0, 1, 2, 3], ids("xaax"))
     begin(constraints, [0, 1, 2, 3])
 
     assert first == ["...", "a", "a", "0123456789"]
-    assert [row for row, _ in problems] == [0]
-    assert "nothing" in problems[0][1]
-    assert [row for row, _ in constraints.problems()] == [0, 2, 3]
+    assert [*failures] == [0, 3]  # the last gained what its mask would not have let through
+    assert "nothing" in failures[0]
     assert allowed(constraints)[1] == "c"
+    assert [*gain(constraints, [0, 1, 2, 3], ids("xcxx"))] == [0, 2, 3]
+    assert gain(constraints, [5], ids("x")) == {}  # what is wrong with others is none of its step
 
 
 def test_below_min_tokens_an_output_ends_only_where_it_cannot_go_on(bytes_tokenizer: LLTokenizer):
@@ -145,11 +148,11 @@ def test_an_end_that_is_text_as_well_does_not_end_an_output_early():
     gain(constraints, [0], ids("}"))
     begin(constraints, [0])
     assert allowed(constraints) == ["$\n"]
-    assert constraints.problems() == []
+    assert gain(constraints, [0], [EOS]) == {}
     start(constraints, {0: LLMatcher.grammar_from_regex("\n")})
     begin(constraints, [0])
     assert allowed(constraints) == ["..."]
-    assert len(constraints.problems()) == 1
+    assert len(gain(constraints, [0], [EOS])) == 1
 
 
 def test_a_device_unpacks_masks_as_the_host_does(bytes_tokenizer: LLTokenizer):
@@ -157,7 +160,7 @@ def test_a_device_unpacks_masks_as_the_host_does(bytes_tokenizer: LLTokenizer):
     start(constraints, {0: JSON, 1: DIGITS})
     begin(constraints, [0, 1])
     assert constraints._filling is not None
-    masks = constraints._filling.result().masks
+    masks = constraints._filling.result()
     assert torch.equal(clear_bits(masks, VOCAB_SIZE), constraints.is_out())
 
 
@@ -177,6 +180,40 @@ def test_each_draft_has_the_mask_that_its_path_leads_to(bytes_tokenizer: LLToken
     gain(constraints, [0, 7], [[1, 9, 9, 9], [2, *ids("12"), 9]])
     begin(constraints, [7])
     assert allowed(constraints) == ["$0123456789"]
+
+
+@pytest.mark.parametrize("behind", [[ids("c")[0]], [EOS]])
+def test_no_token_behind_drafts_that_lead_nowhere_is_delivered(behind: list[int]):
+    constraints = constraints_of(tokenizer(EOS, without="b"), max_nodes=2)
+    start(constraints, {0: LLMatcher.grammar_from_regex("ab|cd")})
+    drafts = HostDrafts(np.array([ids("a")]), np.array([[0]]))
+    begin(constraints, [0], drafts=lambda: drafts)
+    assert allowed(constraints)[0] == "ac"
+    assert gain(constraints, [0], [[1, *ids("c"), 0]]) == {}  # where they are not accepted
+
+    start(constraints, {0: LLMatcher.grammar_from_regex("ab|cd")})
+    begin(constraints, [0], drafts=lambda: drafts)
+    assert [*gain(constraints, [0], [[2, *ids("a"), *behind]])] == [0]
+
+
+def chain_of_rules(count: int) -> str:
+    names = [
+        f"{number:x}".translate(str.maketrans("0123456789", "ghijklmnop"))
+        for number in range(count)
+    ]
+    rules = [f"{rule}:{following}" for rule, following in pairwise(names)]
+    return "\n".join([f"start:{names[0]}", *rules, f'{names[-1]}:"ab"'])
+
+
+def test_rules_that_go_on_in_one_another_take_no_executor_down(bytes_tokenizer: LLTokenizer):
+    constraints = constraints_of(bytes_tokenizer)
+    grammar = LLMatcher.grammar_from_lark(chain_of_rules(6000))
+    start(constraints, {0: grammar})
+    begin(constraints, [0])
+    assert allowed(constraints) == ["a"]
+    assert gain(constraints, [0], ids("a")) == {}
+    begin(constraints, [0])
+    assert allowed(constraints) == ["b"]
 
 
 def test_constrained_rows_sample_what_is_allowed_and_others_what_they_would(
