@@ -217,6 +217,8 @@ def test_one_switch_decides_about_dependent_launches(
         call(ops)
     said = {name: kwargs["enable_pdl"] for name, kwargs in library.calls if "enable_pdl" in kwargs}
     assert len(said) == 11
+    # True is refused where no kernel for latents has it: the library decides.
+    assert said.pop("latent.plan") is (None if enable_pdl else False)
     assert set(said.values()) == {enable_pdl}
 
 
