@@ -78,9 +78,9 @@ struct Attend {
       }
   }
 
-  // Keys that any row sees: those of later queries neither begin nor end before.
-  int64_t lowest() const { return first_[0]; }
-  int64_t highest() const { return end_[lanes_ - 1]; }
+  // Keys that any row sees: those of later queries neither begin nor end before. No rows see none.
+  int64_t lowest() const { return lanes_ ? first_[0] : 0; }
+  int64_t highest() const { return lanes_ ? end_[lanes_ - 1] : 0; }
   int64_t query_of(int64_t r) const { return item_.query + r / item_.heads; }
   int64_t head_of(int64_t m, int64_t r) const {
     return (item_.kv_head + m) * (layer_.heads / layer_.kv_heads) + item_.head + r % item_.heads;
