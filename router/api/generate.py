@@ -12,27 +12,30 @@ from protos.transport.errors import RpcError, abort_on_error
 from protos.transport.interceptors import Caller, caller_of
 from router.api.generate_many import ManyCall
 from router.api.messages import (
+    Whole,
     model_response,
     name_request,
     read_request,
     served,
     take_response,
 )
+from router.api.prompts import Encodable, decode, encode_prompt
 from router.api.text import Tokenizer
 from router.api.unknown_fields import refuse_unknown_fields
 from router.engine.engines import Engines
 from router.engine.status import hide_executors
 from router.errors import QueueFull, RequestNotFound
 from router.requests.callers import DEFAULTS, CallerSettings
-from router.requests.request import Listener, Request
+from router.requests.request import Int32Array, Listener, Request
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Write = Callable[[serving_pb2.GenerateResponse], Awaitable[None]]
 
 GENERATE = "/lockstep.serving.v1.GenerationService/Generate"
 GENERATE_VLLM = "/vllm.grpc.engine.VllmEngine/Generate"  # the same by a gateway's words
+COMPLETE = "/lockstep.serving.v1.GenerationService/Complete"
 
-UNSHARED = (GENERATE, GENERATE_VLLM)  # methods that may have all calls that may be open
+UNSHARED = (GENERATE, GENERATE_VLLM, COMPLETE)  # methods that may have all calls that may be open
 
 
 class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
@@ -75,6 +78,44 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
                 caller, settings = caller_of(context), self._settings
                 call = ManyCall(self._engines, self._tokenizer, listener, caller, settings)
                 await call.run(request_iterator, context.write)
+
+    async def Complete(
+        self, request: serving_pb2.GenerateRequest, context: Context
+    ) -> serving_pb2.CompleteResponse:
+        whole = Whole()
+        async with abort_on_error(context, name_request(request)):
+            caller, timeout_s = caller_of(context), context.time_remaining()
+            await self.run(request, whole.add, caller=caller, call_timeout_s=timeout_s)
+        return whole.answer()
+
+    async def Tokenize(
+        self, request: serving_pb2.TokenizeRequest, context: Context
+    ) -> serving_pb2.TokenizeResponse:
+        prompt = await self._encode(request, context)
+        return serving_pb2.TokenizeResponse(token_ids=prompt.tolist())
+
+    async def CountTokens(
+        self, request: serving_pb2.CountTokensRequest, context: Context
+    ) -> serving_pb2.CountTokensResponse:
+        prompt = await self._encode(request, context)
+        return serving_pb2.CountTokensResponse(num_tokens=len(prompt))
+
+    async def _encode(self, request: Encodable, context: Context) -> Int32Array:
+        async with abort_on_error(context):
+            with self._engines.measures.counting_refusals():
+                refuse_unknown_fields(request)
+                model = served(self._engines.model)
+                prompt = await encode_prompt(request, model, self._tokenizer)
+        return prompt
+
+    async def Detokenize(
+        self, request: serving_pb2.DetokenizeRequest, context: Context
+    ) -> serving_pb2.DetokenizeResponse:
+        async with abort_on_error(context):
+            with self._engines.measures.counting_refusals():
+                refuse_unknown_fields(request)
+                text = await decode(request, served(self._engines.model), self._tokenizer)
+        return serving_pb2.DetokenizeResponse(text=text)
 
     async def Cancel(
         self, request: serving_pb2.CancelRequest, context: Context
@@ -151,7 +192,7 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
 
     def checks(self) -> dict[str, Callable[[], None]]:
         """Returns, for RequestReader, what refuses calls before they are read, by method."""
-        return {GENERATE: self.check_room, GENERATE_VLLM: self.check_room}
+        return dict.fromkeys((GENERATE, GENERATE_VLLM), self.check_room)
 
     def check_room(self) -> None:
         """Refuses any request while none is taken.

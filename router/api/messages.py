@@ -9,10 +9,8 @@ import math
 import random
 import re
 import uuid
-from collections.abc import Sequence as SequenceOf
 from typing import Any
 
-import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
 from protos.executor.sampling_fields import SAMPLING_FIELDS
@@ -20,13 +18,13 @@ from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError, duration, quoted
 from protos.transport.interceptors import Caller
 from router.api.constraints import read_constraint
+from router.api.prompts import NO_TOKENIZER, check_model, check_token_id, read_prompt
 from router.api.text import OutputText, StopStrings, Tokenizer
 from router.api.unknown_fields import refuse_unknown_fields
-from router.errors import InvalidRequest, ModelNotFound, NotReady, PromptTooLong, TextTooLong
+from router.errors import InvalidRequest, NotReady
 from router.requests.callers import DEFAULTS, MIN_PRIORITY, CallerSettings
 from router.requests.request import (
     FinishReason,
-    Int32Array,
     Listener,
     OutputOptions,
     Request,
@@ -46,11 +44,8 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LEN = 256
 MAX_TOP_LOGPROBS = 20
-MAX_CHARS_PER_TOKEN = 64  # on average: a text of more cannot fit, and is not encoded to see
 MIN_TEMPERATURE = 1e-5  # dividing logits by less overflows float32; below it is greedy anyway
-SHORT_TEXT_LEN = 512  # characters; handing it to a thread would take longer than encoding it
 
-_NO_TOKENIZER = "this router has no tokenizer"
 _FINISH_REASONS = {
     FinishReason.STOP: serving_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: serving_pb2.FINISH_REASON_LENGTH,
@@ -110,8 +105,7 @@ async def read_request(
     arrival_time = asyncio.get_running_loop().time()
     model = served(model)
     _parts = refuse_unknown_fields(message)  # kept, so that each is looked up once
-    if message.model not in ("", model.name):
-        raise ModelNotFound(message.model, model.name)
+    check_model(message.model, model)
     if not name_request(message):
         raise InvalidRequest(
             "request_id",
@@ -127,7 +121,7 @@ async def read_request(
     output = _read_output(message, tokenizer)
     _check_stop(message.stop, model, tokenizer)  # before a prompt is encoded in vain
     grammar = await read_constraint(message, model)
-    prompt = await _read_prompt(message, model, tokenizer)
+    prompt = await read_prompt(message, model, tokenizer)
     n = message.n or 1
     is_plain = n == 1 and not (output.text or output.logprobs or output.prompt_logprobs)
     request = Request(
@@ -164,58 +158,6 @@ def _add_texts(
         sequence.text = tokenizer.new_text(
             stops, skips_special=skips_special, silent_ids=silent_ids
         )
-
-
-async def _read_prompt(
-    message: serving_pb2.GenerateRequest, model: ServedModel, tokenizer: Tokenizer | None
-) -> Int32Array:
-    match message.WhichOneof("prompt"):
-        case "token_ids":
-            return _read_token_ids(message.token_ids.ids, model)
-        case "text":
-            return await _encode(message.text, model, tokenizer)
-        case _:
-            raise InvalidRequest("prompt", "there is none; set token_ids or text")
-
-
-def _read_token_ids(token_ids: SequenceOf[int], model: ServedModel) -> Int32Array:
-    field = "token_ids.ids"
-    if not len(token_ids):
-        raise InvalidRequest(field, "the prompt is empty; send at least one token")
-    if len(token_ids) > model.max_prompt_tokens:
-        raise PromptTooLong(field, len(token_ids), model.max_prompt_tokens)
-    prompt = np.array(token_ids, dtype=np.uint32)
-    if prompt.max() >= model.vocab_size:
-        index = int(prompt.argmax())
-        _check_token_id(f"{field}[{index}]", int(prompt[index]), model)
-    return prompt.astype(np.int32)
-
-
-async def _encode(text: str, model: ServedModel, tokenizer: Tokenizer | None) -> Int32Array:
-    if tokenizer is None:
-        raise InvalidRequest("text", f"{_NO_TOKENIZER}; send token_ids")
-    max_chars = MAX_CHARS_PER_TOKEN * model.max_prompt_tokens
-    if len(text) > max_chars:  # its tokens would take a hundred times its memory
-        raise TextTooLong("text", len(text), max_chars, model.max_prompt_tokens)
-    if len(text) <= SHORT_TEXT_LEN:
-        prompt = tokenizer.encode(text)
-    else:  # in a thread: every rank would wait for a long text to be encoded
-        prompt = await asyncio.to_thread(tokenizer.encode, text)
-    if not len(prompt):
-        raise InvalidRequest(
-            "text", f"{quoted(text)} has no tokens; send text of at least one token"
-        )
-    if len(prompt) > model.max_prompt_tokens:
-        raise PromptTooLong("text", len(prompt), model.max_prompt_tokens)
-    if prompt.max() >= model.vocab_size:
-        raise InvalidRequest(
-            "text",
-            f"the tokenizer gives token {prompt.max()}, but the model's vocabulary has "
-            f"{model.vocab_size}; tell the operator that the tokenizer is another model's",
-            value=prompt.max(),
-            limit=model.vocab_size - 1,
-        )
-    return prompt
 
 
 def _read_timeout(
@@ -267,7 +209,7 @@ def _read_logit_bias(
     _check_count(field, len(message.logit_bias), MAX_LOGIT_BIASES)
     biases = sorted(message.logit_bias.items())
     for token_id, bias in biases:
-        _check_token_id(f"{field}[{token_id}]", token_id, model)
+        check_token_id(f"{field}[{token_id}]", token_id, model)
         if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
             raise InvalidRequest(
                 f"{field}[{token_id}]",
@@ -295,7 +237,7 @@ def _check_stop(
             )
     _check_count("stop.stop_token_ids", len(message.stop_token_ids), MAX_STOP_TOKEN_IDS)
     for index, token_id in enumerate(message.stop_token_ids):
-        _check_token_id(f"stop.stop_token_ids[{index}]", token_id, model)
+        check_token_id(f"stop.stop_token_ids[{index}]", token_id, model)
     _check_count("stop.stop_strings", len(message.stop_strings), MAX_STOP_STRINGS)
     for index, string in enumerate(message.stop_strings):
         if not 1 <= len(string) <= MAX_STOP_STRING_LEN:
@@ -306,7 +248,7 @@ def _check_stop(
                 limit=MAX_STOP_STRING_LEN if string else 1,
             )
     if message.stop_strings and tokenizer is None:
-        raise InvalidRequest("stop.stop_strings", f"{_NO_TOKENIZER}; send stop_token_ids")
+        raise InvalidRequest("stop.stop_strings", f"{NO_TOKENIZER}; send stop_token_ids")
 
 
 def _read_stop(
@@ -361,7 +303,7 @@ def _read_output(
 ) -> OutputOptions:
     output = message.output
     if output.text and tokenizer is None:
-        raise InvalidRequest("output.text", f"{_NO_TOKENIZER}; leave it unset")
+        raise InvalidRequest("output.text", f"{NO_TOKENIZER}; leave it unset")
     _check_range("output.top_logprobs", output.top_logprobs, 0, MAX_TOP_LOGPROBS)
     if output.top_logprobs and not (output.logprobs or output.prompt_logprobs):
         raise InvalidRequest(
@@ -374,16 +316,6 @@ def _read_output(
         prompt_logprobs=output.prompt_logprobs,
         top_logprobs=output.top_logprobs,
     )
-
-
-def _check_token_id(field: str, token_id: int, model: ServedModel) -> None:
-    if token_id >= model.vocab_size:
-        raise InvalidRequest(
-            field,
-            f"{token_id} is no token; the model has 0 to {model.vocab_size - 1}",
-            value=token_id,
-            limit=model.vocab_size - 1,
-        )
 
 
 def _check_range(field: str, value: int, low: int, high: int) -> None:
@@ -431,6 +363,27 @@ def take_response(sequence: Sequence) -> serving_pb2.GenerateResponse | None:
     if is_finished:
         response.finish.CopyFrom(_finish(sequence))
     return response
+
+
+class Whole:
+    """All responses to one request, put together for each continuation."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, tuple[serving_pb2.GenerateResponse, list[str]]] = {}
+
+    async def add(self, response: serving_pb2.GenerateResponse) -> None:
+        """Adds what came, as a stream would be written."""
+        whole, texts = self._parts.setdefault(response.index, (serving_pb2.GenerateResponse(), []))
+        whole.MergeFrom(response)
+        texts.append(response.text)
+
+    def answer(self) -> serving_pb2.CompleteResponse:
+        """Returns all of it. Nothing is added afterwards."""
+        for whole, texts in self._parts.values():
+            whole.text = "".join(texts)
+        return serving_pb2.CompleteResponse(
+            continuations=[self._parts[index][0] for index in sorted(self._parts)]
+        )
 
 
 def tagged_error(tag: int, error: RpcError, request_id: str) -> serving_pb2.TaggedError:

@@ -271,6 +271,11 @@ class Tokenizer:
         """Returns the text of all tokens of an output."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skips_special)
 
+    def decode_long(self, token_ids: Sequence[int], *, skips_special: bool) -> str:
+        """Returns what `decode` does. Lets other threads run meanwhile."""
+        [text] = self._tokenizer.decode_batch([token_ids], skip_special_tokens=skips_special)
+        return text
+
     def new_text(
         self,
         stops: StopStrings | None = None,

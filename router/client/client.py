@@ -19,7 +19,7 @@ on its stream.
 
 import json
 import re
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any, Self, Unpack
@@ -216,6 +216,43 @@ class Client:
     def many(self) -> Many:
         """Returns a stream for many requests, to be opened by `async with`."""
         return Many(lambda: self._lane().call("GenerateMany"))
+
+    async def tokenize(self, prompt: str) -> list[int]:
+        """Returns the tokens of a prompt, of any number.
+
+        Raises:
+            Rejected: The router has no tokenizer, or it gives none.
+        """
+        request = serving_pb2.TokenizeRequest(text=prompt)
+        with self._calling():
+            response = await self._lane().call("Tokenize", request)
+        return list(response.token_ids)
+
+    async def count_tokens(self, prompt: str) -> int:
+        """Returns how many tokens a prompt has.
+
+        Raises:
+            Rejected: As of `tokenize`.
+        """
+        request = serving_pb2.CountTokensRequest(text=prompt)
+        with self._calling():
+            response = await self._lane().call("CountTokens", request)
+        return int(response.num_tokens)
+
+    async def detokenize(
+        self, token_ids: Iterable[int], *, skip_special_tokens: bool = True
+    ) -> str:
+        """Returns the text of tokens.
+
+        Raises:
+            Rejected: The router has no tokenizer, or the model no such tokens.
+        """
+        request = serving_pb2.DetokenizeRequest(
+            token_ids=token_ids, skip_special_tokens=skip_special_tokens
+        )
+        with self._calling():
+            response = await self._lane().call("Detokenize", request)
+        return str(response.text)
 
     async def cancel(self, request_id: str) -> None:
         """Ends a live request; its caller gets Cancelled.

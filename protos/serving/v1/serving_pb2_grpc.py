@@ -45,6 +45,26 @@ class GenerationServiceStub:
                 request_serializer=protos_dot_serving_dot_v1_dot_serving__pb2.GenerateManyRequest.SerializeToString,
                 response_deserializer=protos_dot_serving_dot_v1_dot_serving__pb2.GenerateManyResponse.FromString,
                 _registered_method=True)
+        self.Complete = channel.unary_unary(
+                '/lockstep.serving.v1.GenerationService/Complete',
+                request_serializer=protos_dot_serving_dot_v1_dot_serving__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=protos_dot_serving_dot_v1_dot_serving__pb2.CompleteResponse.FromString,
+                _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/lockstep.serving.v1.GenerationService/Tokenize',
+                request_serializer=protos_dot_serving_dot_v1_dot_serving__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=protos_dot_serving_dot_v1_dot_serving__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.CountTokens = channel.unary_unary(
+                '/lockstep.serving.v1.GenerationService/CountTokens',
+                request_serializer=protos_dot_serving_dot_v1_dot_serving__pb2.CountTokensRequest.SerializeToString,
+                response_deserializer=protos_dot_serving_dot_v1_dot_serving__pb2.CountTokensResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/lockstep.serving.v1.GenerationService/Detokenize',
+                request_serializer=protos_dot_serving_dot_v1_dot_serving__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=protos_dot_serving_dot_v1_dot_serving__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/lockstep.serving.v1.GenerationService/Cancel',
                 request_serializer=protos_dot_serving_dot_v1_dot_serving__pb2.CancelRequest.SerializeToString,
@@ -87,6 +107,35 @@ class GenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Complete(self, request, context):
+        """Generates from one prompt as Generate does, and answers once, when all of it is there. A call
+        that fails answers nothing, whatever was generated.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """Encodes a prompt as Generate would, however long it is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CountTokens(self, request, context):
+        """Says how many tokens a prompt has, however long it is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Returns the text of tokens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Cancel(self, request, context):
         """Ends a live request of the same caller by its id, from any of its clients. Its call ends with
         CANCELLED.
@@ -122,6 +171,26 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.GenerateMany,
                     request_deserializer=protos_dot_serving_dot_v1_dot_serving__pb2.GenerateManyRequest.FromString,
                     response_serializer=protos_dot_serving_dot_v1_dot_serving__pb2.GenerateManyResponse.SerializeToString,
+            ),
+            'Complete': grpc.unary_unary_rpc_method_handler(
+                    servicer.Complete,
+                    request_deserializer=protos_dot_serving_dot_v1_dot_serving__pb2.GenerateRequest.FromString,
+                    response_serializer=protos_dot_serving_dot_v1_dot_serving__pb2.CompleteResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=protos_dot_serving_dot_v1_dot_serving__pb2.TokenizeRequest.FromString,
+                    response_serializer=protos_dot_serving_dot_v1_dot_serving__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'CountTokens': grpc.unary_unary_rpc_method_handler(
+                    servicer.CountTokens,
+                    request_deserializer=protos_dot_serving_dot_v1_dot_serving__pb2.CountTokensRequest.FromString,
+                    response_serializer=protos_dot_serving_dot_v1_dot_serving__pb2.CountTokensResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=protos_dot_serving_dot_v1_dot_serving__pb2.DetokenizeRequest.FromString,
+                    response_serializer=protos_dot_serving_dot_v1_dot_serving__pb2.DetokenizeResponse.SerializeToString,
             ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
                     servicer.Cancel,
@@ -194,6 +263,114 @@ class GenerationService:
             '/lockstep.serving.v1.GenerationService/GenerateMany',
             protos_dot_serving_dot_v1_dot_serving__pb2.GenerateManyRequest.SerializeToString,
             protos_dot_serving_dot_v1_dot_serving__pb2.GenerateManyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Complete(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.serving.v1.GenerationService/Complete',
+            protos_dot_serving_dot_v1_dot_serving__pb2.GenerateRequest.SerializeToString,
+            protos_dot_serving_dot_v1_dot_serving__pb2.CompleteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.serving.v1.GenerationService/Tokenize',
+            protos_dot_serving_dot_v1_dot_serving__pb2.TokenizeRequest.SerializeToString,
+            protos_dot_serving_dot_v1_dot_serving__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CountTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.serving.v1.GenerationService/CountTokens',
+            protos_dot_serving_dot_v1_dot_serving__pb2.CountTokensRequest.SerializeToString,
+            protos_dot_serving_dot_v1_dot_serving__pb2.CountTokensResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.serving.v1.GenerationService/Detokenize',
+            protos_dot_serving_dot_v1_dot_serving__pb2.DetokenizeRequest.SerializeToString,
+            protos_dot_serving_dot_v1_dot_serving__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,6 +5,7 @@ The public API: what internal services call.
 
   Generate      one request per call; the plain way.
   GenerateMany  many requests on one stream; the cheap way for a busy service.
+  Complete      one request per call, answered whole; for callers that stream nothing.
 
 A caller is who calls with one name: of its token, of its certificate, or of both. Where a router
 asks for neither, all calls are one caller's. No caller learns of another's requests, nor ends
@@ -80,6 +81,16 @@ class GenerationServiceStub:
     message that breaks the rules of tag or action ends the stream with INVALID_ARGUMENT. The first
     message is to come within seconds of the call.
     """
+    Complete: _grpc.UnaryUnaryMultiCallable[_serving_pb2.GenerateRequest, _serving_pb2.CompleteResponse]
+    """Generates from one prompt as Generate does, and answers once, when all of it is there. A call
+    that fails answers nothing, whatever was generated.
+    """
+    Tokenize: _grpc.UnaryUnaryMultiCallable[_serving_pb2.TokenizeRequest, _serving_pb2.TokenizeResponse]
+    """Encodes a prompt as Generate would, however long it is."""
+    CountTokens: _grpc.UnaryUnaryMultiCallable[_serving_pb2.CountTokensRequest, _serving_pb2.CountTokensResponse]
+    """Says how many tokens a prompt has, however long it is."""
+    Detokenize: _grpc.UnaryUnaryMultiCallable[_serving_pb2.DetokenizeRequest, _serving_pb2.DetokenizeResponse]
+    """Returns the text of tokens."""
     Cancel: _grpc.UnaryUnaryMultiCallable[_serving_pb2.CancelRequest, _serving_pb2.CancelResponse]
     """Ends a live request of the same caller by its id, from any of its clients. Its call ends with
     CANCELLED.
@@ -109,6 +120,16 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     message that breaks the rules of tag or action ends the stream with INVALID_ARGUMENT. The first
     message is to come within seconds of the call.
     """
+    Complete: _aio.UnaryUnaryMultiCallable[_serving_pb2.GenerateRequest, _serving_pb2.CompleteResponse]  # type: ignore[assignment]
+    """Generates from one prompt as Generate does, and answers once, when all of it is there. A call
+    that fails answers nothing, whatever was generated.
+    """
+    Tokenize: _aio.UnaryUnaryMultiCallable[_serving_pb2.TokenizeRequest, _serving_pb2.TokenizeResponse]  # type: ignore[assignment]
+    """Encodes a prompt as Generate would, however long it is."""
+    CountTokens: _aio.UnaryUnaryMultiCallable[_serving_pb2.CountTokensRequest, _serving_pb2.CountTokensResponse]  # type: ignore[assignment]
+    """Says how many tokens a prompt has, however long it is."""
+    Detokenize: _aio.UnaryUnaryMultiCallable[_serving_pb2.DetokenizeRequest, _serving_pb2.DetokenizeResponse]  # type: ignore[assignment]
+    """Returns the text of tokens."""
     Cancel: _aio.UnaryUnaryMultiCallable[_serving_pb2.CancelRequest, _serving_pb2.CancelResponse]  # type: ignore[assignment]
     """Ends a live request of the same caller by its id, from any of its clients. Its call ends with
     CANCELLED.
@@ -147,6 +168,40 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         message that breaks the rules of tag or action ends the stream with INVALID_ARGUMENT. The first
         message is to come within seconds of the call.
         """
+
+    @_abc_1.abstractmethod
+    def Complete(
+        self,
+        request: _serving_pb2.GenerateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_serving_pb2.CompleteResponse, _abc.Awaitable[_serving_pb2.CompleteResponse]]:
+        """Generates from one prompt as Generate does, and answers once, when all of it is there. A call
+        that fails answers nothing, whatever was generated.
+        """
+
+    @_abc_1.abstractmethod
+    def Tokenize(
+        self,
+        request: _serving_pb2.TokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_serving_pb2.TokenizeResponse, _abc.Awaitable[_serving_pb2.TokenizeResponse]]:
+        """Encodes a prompt as Generate would, however long it is."""
+
+    @_abc_1.abstractmethod
+    def CountTokens(
+        self,
+        request: _serving_pb2.CountTokensRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_serving_pb2.CountTokensResponse, _abc.Awaitable[_serving_pb2.CountTokensResponse]]:
+        """Says how many tokens a prompt has, however long it is."""
+
+    @_abc_1.abstractmethod
+    def Detokenize(
+        self,
+        request: _serving_pb2.DetokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_serving_pb2.DetokenizeResponse, _abc.Awaitable[_serving_pb2.DetokenizeResponse]]:
+        """Returns the text of tokens."""
 
     @_abc_1.abstractmethod
     def Cancel(

@@ -18,6 +18,7 @@ from router.errors import QueueFull
 from router.requests.request import FinishReason, Request, Sequence
 from tests.router.support.calls import connected, failure, prompt, responses
 from tests.router.support.fake_engines import FakeEngines
+from tests.router.support.requests import scored
 
 
 @asynccontextmanager
@@ -159,6 +160,50 @@ async def test_before_a_group_has_formed_only_the_status_is_there():
             assert error_details(error).reason == "NOT_READY"
         status = await stub.GetStatus(pb.GetStatusRequest())
         assert (status.version, list(status.groups)) == ("1.2.3", engines.groups)
+
+
+# Complete
+
+
+async def test_a_whole_answer_has_all_that_a_stream_would_have_brought(tokenizer: Tokenizer):
+    engines = FakeEngines()
+    async with connected(engines, tokenizer) as stub:
+        output = pb.OutputOptions(logprobs=True)
+        call = stub.Complete(pb.GenerateRequest(text="hi", n=2, output=output, request_id="mine"))
+        second, first = reversed((await engines.arrivals.get()).sequences)
+        for sequence, pieces in ((second, ["no"]), (first, ["o", "k é"])):
+            for piece in pieces:
+                token_ids = tokenizer.encode(piece)
+                sequence.logprobs += [scored(token_id) for token_id in token_ids.tolist()]
+                engines.give(sequence, token_ids)
+                while sequence.num_taken < len(sequence.tokens):
+                    await asyncio.sleep(0)  # until the call has taken them
+            engines.finish(sequence)
+        one, other = (await call).continuations
+        assert (one.request_id, one.index, one.text) == ("mine", 0, "ok é")
+        assert list(one.token_ids) == tokenizer.encode("ok é").tolist()
+        assert [entry.token_id for entry in one.logprobs] == list(one.token_ids)
+        assert one.finish.num_completion_tokens == len(one.token_ids)
+        assert (other.index, other.text, other.finish.num_completion_tokens) == (1, "no", 2)
+
+
+async def test_a_whole_answer_that_fails_fails_as_a_stream_does():
+    engines = FakeEngines()
+    async with connected(engines) as stub:
+        error = await failure(stub.Complete(prompt(n=65)))
+        assert error_details(error).field == "n"
+
+        call = stub.Complete(prompt(request_id="mine"))
+        request = await engines.arrivals.get()
+        engines.give(request.sequences[0], [9])
+        engines.cancel(request)
+        details = error_details(await failure(call))
+        assert (details.reason, details.request_id) == ("CANCELLED", "mine")
+
+        call = stub.Complete(prompt())
+        await engines.arrivals.get()
+        call.cancel()
+        await engines.idle()
 
 
 # GenerateMany

@@ -359,6 +359,16 @@ async def test_the_model_and_the_status_come_as_they_were_sent(engines: FakeEngi
         )
 
 
+async def test_texts_and_tokens_are_each_others(engines: FakeEngines, tmp_path: Path):
+    async with connected(engines, tmp_path) as client:
+        tokens = await client.tokenize("h€llo")
+        assert await client.count_tokens("h€llo") == len(tokens)
+        assert await client.detokenize(tokens) == "h€llo"
+    async with connected(engines) as client:
+        with pytest.raises(Rejected, match="no tokenizer"):
+            await client.tokenize("h€llo")
+
+
 async def test_nobody_at_the_other_end_is_unavailable():
     async with Client("127.0.0.1:1") as client:
         with pytest.raises(Unavailable) as caught:

@@ -1,0 +1,139 @@
+"""Prompts as tokens, and tokens as text: what requests go on from, and what callers ask to see."""
+
+import asyncio
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+
+from protos.serving.v1 import serving_pb2
+from protos.transport.errors import quoted
+from router.api.text import Tokenizer
+from router.errors import InvalidRequest, ModelNotFound, PromptTooLong, TextTooLong
+from router.requests.request import Int32Array
+from router.scheduling.step import ServedModel
+
+MAX_CHARS_PER_TOKEN = 64  # on average: a text of more cannot fit, and is not encoded to see
+SHORT_TEXT_LEN = 512  # characters; handing it to a thread would take longer than encoding it
+SHORT_TOKENS_LEN = 512  # likewise, to decode
+
+NO_TOKENIZER = "this router has no tokenizer"
+
+Encodable = serving_pb2.TokenizeRequest | serving_pb2.CountTokensRequest
+
+
+def check_model(name: str, model: ServedModel) -> None:
+    if name not in ("", model.name):
+        raise ModelNotFound(name, model.name)
+
+
+def check_token_id(field: str, token_id: int, model: ServedModel) -> None:
+    if token_id >= model.vocab_size:
+        raise InvalidRequest(
+            field,
+            f"{token_id} is no token; the model has 0 to {model.vocab_size - 1}",
+            value=token_id,
+            limit=model.vocab_size - 1,
+        )
+
+
+async def read_prompt(
+    message: serving_pb2.GenerateRequest, model: ServedModel, tokenizer: Tokenizer | None
+) -> Int32Array:
+    """Returns a request's prompt, which leaves room for an output token."""
+    match message.WhichOneof("prompt"):
+        case "token_ids":
+            return _read_token_ids(message.token_ids.ids, model)
+        case "text":
+            prompt = await _encode(message.text, model, tokenizer)
+            if len(prompt) > model.max_prompt_tokens:
+                raise PromptTooLong("text", len(prompt), model.max_prompt_tokens)
+            return prompt
+        case _:
+            raise InvalidRequest("prompt", "there is none; set token_ids or text")
+
+
+async def encode_prompt(
+    message: Encodable, model: ServedModel, tokenizer: Tokenizer | None
+) -> Int32Array:
+    """Returns the tokens of a prompt of any length.
+
+    Raises:
+        InvalidRequest: There is none, or nothing here can encode it.
+        ModelNotFound: It is for another model.
+    """
+    check_model(message.model, model)
+    match message.WhichOneof("prompt"):
+        case "text":
+            return await _encode(message.text, model, tokenizer)
+        case _:
+            raise InvalidRequest("prompt", "there is none; set text")
+
+
+async def decode(
+    message: serving_pb2.DetokenizeRequest, model: ServedModel, tokenizer: Tokenizer | None
+) -> str:
+    """Returns the text of tokens.
+
+    Raises:
+        InvalidRequest: Some are none, they are too many, or nothing here can decode them.
+        ModelNotFound: They are for another model.
+    """
+    check_model(message.model, model)
+    if tokenizer is None:
+        raise InvalidRequest("token_ids", f"{NO_TOKENIZER}; decode them where there is one")
+    token_ids = list(message.token_ids)
+    if len(token_ids) > model.max_model_len:
+        raise InvalidRequest(
+            "token_ids",
+            f"{len(token_ids)} are too many; send at most {model.max_model_len}",
+            value=len(token_ids),
+            limit=model.max_model_len,
+        )
+    _check_token_ids("token_ids", token_ids, model)
+    skips_special = message.skip_special_tokens or not message.HasField("skip_special_tokens")
+    if len(token_ids) <= SHORT_TOKENS_LEN:
+        return tokenizer.decode(token_ids, skips_special=skips_special)
+    return await asyncio.to_thread(tokenizer.decode_long, token_ids, skips_special=skips_special)
+
+
+def _read_token_ids(token_ids: SequenceOf[int], model: ServedModel) -> Int32Array:
+    field = "token_ids.ids"
+    if not len(token_ids):
+        raise InvalidRequest(field, "the prompt is empty; send at least one token")
+    if len(token_ids) > model.max_prompt_tokens:
+        raise PromptTooLong(field, len(token_ids), model.max_prompt_tokens)
+    return _check_token_ids(field, token_ids, model)
+
+
+def _check_token_ids(field: str, token_ids: SequenceOf[int], model: ServedModel) -> Int32Array:
+    ids = np.array(token_ids, dtype=np.uint32)
+    if ids.max(initial=0) >= model.vocab_size:
+        index = int(ids.argmax())
+        check_token_id(f"{field}[{index}]", int(ids[index]), model)
+    return ids.astype(np.int32)
+
+
+async def _encode(text: str, model: ServedModel, tokenizer: Tokenizer | None) -> Int32Array:
+    """Returns the tokens of a text, at least one."""
+    if tokenizer is None:
+        raise InvalidRequest("text", f"{NO_TOKENIZER}; send token_ids")
+    max_chars = MAX_CHARS_PER_TOKEN * model.max_prompt_tokens
+    if len(text) > max_chars:  # its tokens would take a hundred times its memory
+        raise TextTooLong("text", len(text), max_chars, model.max_prompt_tokens)
+    if len(text) <= SHORT_TEXT_LEN:
+        prompt = tokenizer.encode(text)
+    else:  # in a thread: every rank would wait for a long text to be encoded
+        prompt = await asyncio.to_thread(tokenizer.encode, text)
+    if not len(prompt):
+        raise InvalidRequest(
+            "text", f"{quoted(text)} has no tokens; send text of at least one token"
+        )
+    if prompt.max() >= model.vocab_size:
+        raise InvalidRequest(
+            "text",
+            f"the tokenizer gives token {prompt.max()}, but the model's vocabulary has "
+            f"{model.vocab_size}; tell the operator that the tokenizer is another model's",
+            value=prompt.max(),
+            limit=model.vocab_size - 1,
+        )
+    return prompt
