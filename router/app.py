@@ -78,6 +78,7 @@ async def run(config: RouterConfig) -> None:
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(engine.run()) for engine in by_group]
+            running.append(tasks.create_task(engines.keep_history()))
             engines.watch_readiness(partial(_publish_readiness, health))
             await signals.asked.wait()
             engines.watch_readiness(None)  # from here on, readiness is the drain's
@@ -236,12 +237,9 @@ async def drain(
         at_once: Set to wait no longer.
     """
     health.set_ready(False)
-    log.info("draining", live_requests=engines.num_live, delay_s=delay_s, grace_s=grace_s)
+    engines.begin_drain(delay_s=delay_s, grace_s=grace_s)
     await _wait(lambda: False, delay_s, at_once)
     engines.shut_down()
-    log.info(
-        "refusing_requests", live_requests=engines.num_live, open_calls=engines.listeners.num_open
-    )
     # Calls, not requests: one whose client reads slowly still has tokens to deliver.
     await _wait(lambda: not engines.listeners.num_open, grace_s, at_once)
     num_cut = engines.num_live

@@ -1,7 +1,7 @@
 """Terminal view of a router: ``python -m router.top HOST:PORT``.
 
-Every group and rank as GetStatus has them: on a terminal drawn anew each second, anywhere else
-printed once. A router that is gone or stuck is reported as such until it answers again.
+Every group and rank and the last events as GetStatus has them: on a terminal drawn anew each second,
+anywhere else printed once. A router that is gone or stuck is reported as such until it answers again.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from datetime import UTC
 from pathlib import Path
 
 import click
@@ -34,20 +34,10 @@ ANSWER_S = 5.0  # a router that takes longer is stuck, and an old picture would 
 MIN_WIDTH = 40  # a narrower terminal cuts what is drawn for this width
 BARS_WIDTH = 60  # a narrower table has numbers only
 MAX_BAR = 24
+MAX_EVENTS = 8
 FULL, PART, EMPTY = "█", "▒", "·"
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """GetStatus' answer at one moment.
-
-    Attributes:
-        time: In seconds, of any steady clock.
-        groups: By number.
-    """
-
-    time: float
-    groups: Sequence[pb.GroupStatus]
+LEVELS = "▁▂▃▄▅▆▇█"
+COLOURS = {"warning": "yellow", "error": "red"}
 
 
 class Bar:
@@ -63,6 +53,23 @@ class Bar:
             num_cells = max(round(width * share), 1 if share > 0 else 0)
             bar += character * min(num_cells, width - len(bar))
         yield Segment(bar.ljust(width, characters[-1]))
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(min(4, options.max_width), min(MAX_BAR, options.max_width))
+
+
+class Sparkline:
+    """Last values of a series, as high as their share of the largest."""
+
+    def __init__(self, values: Sequence[int]) -> None:
+        self._values = values
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        levels = " .:-=+*#" if options.ascii_only else LEVELS
+        width = min(MAX_BAR, options.max_width)
+        most, last = max((1, *self._values)), self._values[-width:]
+        line = "".join(levels[round((len(levels) - 1) * value / most)] for value in last)
+        yield Segment(line.rjust(width))
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return Measurement(min(4, options.max_width), min(MAX_BAR, options.max_width))
@@ -86,34 +93,37 @@ class Fitted:
             yield from (*line, Segment.line())
 
 
-def picture(now: Frame, before: Frame | None = None) -> Group:
-    """Returns what is drawn of a frame.
-
-    Args:
-        now: The frame.
-        before: An earlier one, for what takes two: steps and tokens per second.
-    """
-    parts: list[RenderableType] = []
-    for group in now.groups:
-        parts += [*_group(group, _rates(group, now, before)), ""]
-    return Group(*parts[:-1] or ["the router has no groups"])
-
-
-def _rates(group: pb.GroupStatus, now: Frame, before: Frame | None) -> list[str]:
-    """Returns what a group did per second, if the frames are of one epoch."""
-    old = next((g for g in before.groups if g.group == group.group), None) if before else None
-    if before is None or old is None or old.epoch != group.epoch or now.time <= before.time:
-        return []
-    tokens, old_tokens = (sum(rank.total_tokens for rank in g.ranks) for g in (group, old))
-    seconds = now.time - before.time
-    return [
-        f"{(group.step - old.step) / seconds:,.0f} steps/s",
-        f"{(tokens - old_tokens) / seconds:,.0f} tokens/s",
-    ]
+def picture(status: pb.GetStatusResponse) -> Group:
+    """Returns what is drawn of a router's status."""
+    state, colour = ("READY", "green") if status.is_ready else ("NOT READY", "red")
+    if status.is_draining:
+        state, colour = "DRAINING", "yellow"
+    facts = [status.model or "no model yet", f"{status.num_live_requests:,} live requests"]
+    about = ", ".join((*facts, status.version))
+    parts: list[RenderableType] = [_line(("router ", "bold"), (state, colour), f"  {about}"), ""]
+    for group in status.groups:
+        parts += [*_group(group), ""]
+    if not status.groups:
+        parts += ["the router has no groups", ""]
+    return Group(*parts, *_events(status.events))
 
 
-def _group(group: pb.GroupStatus, rates: Sequence[str]) -> Iterator[RenderableType]:
-    facts = [f"epoch {group.epoch}", f"step {group.step:,}", *rates]
+def _events(events: Sequence[pb.Event]) -> Iterator[RenderableType]:
+    yield _line(("last events", "bold"), "" if events else ": none")
+    for event in events[:MAX_EVENTS]:
+        time = event.time.ToDatetime(UTC).astimezone().strftime("%H:%M:%S")
+        of = f"group {event.group}" if event.HasField("group") else "router"
+        name = event.name.replace("_", " ")
+        said = _printable("; ".join(filter(None, (event.problem, event.details))))
+        level = (f"{event.level:<7} ", COLOURS.get(event.level, ""))
+        yield _line((f"  {time} ", "dim"), level, f"{of:<8} {name:<17} ", (said, "dim"))
+
+
+def _group(group: pb.GroupStatus) -> Iterator[RenderableType]:
+    history, facts = group.history, [f"epoch {group.epoch}", f"step {group.step:,}"]
+    if history.steps_per_s:
+        facts.append(f"{history.steps_per_s[-1]:,} steps/s")
+        facts.append(f"{history.total_tokens_per_s[-1]:,} tokens/s")
     if group.HasField("last_step_age"):
         facts.append(f"last step {_duration(group.last_step_age)} ago")
     state = pb.GroupState.Name(group.state).removeprefix("GROUP_STATE_")
@@ -121,16 +131,18 @@ def _group(group: pb.GroupStatus, rates: Sequence[str]) -> Iterator[RenderableTy
     shown = (f"{state:<8}", "green" if is_ready else "red")
     yield _line((f"group {group.group} ", "bold"), shown, " " + ", ".join(facts))
     if group.problem:  # whole: an operator must read it
-        problem = "".join(c if c.isprintable() else " " for c in group.problem)
-        yield Padding(Text(problem, "yellow"), (0, 0, 0, 2))
+        yield Padding(Text(_printable(group.problem), "yellow"), (0, 0, 0, 2))
     num_live = group.num_waiting + sum(rank.num_running for rank in group.ranks)
-    waiting = Table.grid(Column(width=9), Column(), Column(no_wrap=True), padding=(0, 1, 0, 0))
-    waiting.add_row(
+    load = Table.grid(Column(width=9), Column(), Column(no_wrap=True), padding=(0, 1, 0, 0))
+    if history.output_tokens_per_s:
+        output = history.output_tokens_per_s
+        load.add_row("  output", Sparkline(output), f"{output[-1]:,} tokens/s")
+    load.add_row(
         "  waiting",
         Bar(group.num_waiting / max(1, num_live)),
         f"{group.num_waiting:,} of {num_live:,} sequences, {group.num_waiting_tokens:,} tokens",
     )
-    yield waiting
+    yield load
     if group.ranks:
         yield _RankTable(group.ranks)
     elif is_ready:
@@ -173,6 +185,10 @@ class _RankTable:
             cells += [f"{rank.prefix_hit_rate:.0%}", f"{rank.num_preemptions:,}"] * has_bars
             table.add_row(*cells)
         yield table
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def _line(*parts: str | tuple[str, str]) -> Text:
@@ -240,27 +256,26 @@ async def watch(client: Client, address: str, interval_s: float, console: Consol
         CallFailed: The router does not answer, and never has.
     """
     async with client:
-        before = await _ask(client)
+        status = await _ask(client)
         if not console.is_terminal:
-            console.print(picture(before), crop=False)
+            console.print(picture(status), crop=False)
             return
-        drawn: RenderableType = picture(before)
+        drawn: RenderableType = picture(status)
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
                 title = Text(f"{address}   {time.strftime('%H:%M:%S')}   Ctrl-C ends\n")
                 live.update(Fitted(Group(title, drawn)), refresh=True)
                 await asyncio.sleep(interval_s)
                 try:
-                    now = await _ask(client)
-                    drawn, before = picture(now, before), now
+                    drawn = picture(await _ask(client))
                 except CallFailed as error:
                     drawn = Text(f"{address} does not answer: {error}")
 
 
-async def _ask(client: Client) -> Frame:
+async def _ask(client: Client) -> pb.GetStatusResponse:
     try:
         async with asyncio.timeout(ANSWER_S):
-            return Frame(time.monotonic(), await client.get_status())
+            return await client.get_router_status()
     except TimeoutError as error:
         problem = f"no answer for {ANSWER_S:g} s"
         raise TimedOut(grpc.StatusCode.DEADLINE_EXCEEDED, problem, ErrorDetails()) from error

@@ -141,18 +141,18 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
     ) -> serving_pb2.GetStatusResponse:
         async with abort_on_error(context):
             self._check(request)
-        return serving_pb2.GetStatusResponse(groups=self.status(context), version=self._version)
+        return self.status(context)
 
     def _check(self, request: Message) -> None:
         with self._engines.measures.counting_refusals():
             refuse_unknown_fields(request)
 
-    def status(self, context: Context) -> list[serving_pb2.GroupStatus]:
-        """Returns the status of every group, as far as it is the caller's to know."""
-        groups = self._engines.status()
+    def status(self, context: Context) -> serving_pb2.GetStatusResponse:
+        """Returns GetStatus' answer, as far as it is the caller's to know."""
+        status = self._engines.overview(self._version)
         if not self._settings.is_operator(caller_of(context)):
-            hide_executors(groups)
-        return groups
+            hide_executors(status)
+        return status
 
     async def run(
         self,

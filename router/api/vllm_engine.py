@@ -139,7 +139,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     async def HealthCheck(self, request: Message, context: Context) -> Message:
         if self._is_ready():
             return pb.HealthCheckResponse(healthy=True)
-        problems = [group.problem for group in self._generation.status(context) if group.problem]
+        problems = [g.problem for g in self._generation.status(context).groups if g.problem]
         return pb.HealthCheckResponse(
             healthy=False, message="; ".join(problems) or "the router is shutting down"
         )

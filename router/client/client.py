@@ -277,9 +277,13 @@ class Client:
 
     async def get_status(self) -> list[serving_pb2.GroupStatus]:
         """Returns what every group is doing, by number."""
+        return list((await self.get_router_status()).groups)
+
+    async def get_router_status(self) -> serving_pb2.GetStatusResponse:
+        """Returns what the router is doing: its state, its groups, and what last happened."""
         with self._calling():
             response = await self._operator_stub.GetStatus(serving_pb2.GetStatusRequest())
-        return list(response.groups)
+        return response
 
     async def health(self, service: str = "") -> bool:
         """Returns whether a service of grpc.health.v1 is SERVING.

@@ -18,6 +18,7 @@ import structlog
 from protos.serving.v1 import serving_pb2 as pb
 from protos.settings import above, at_least, setting
 from protos.transport.errors import RpcError, shorten
+from router.engine.recent import Events, History
 from router.engine.status import epoch_status, step_cost_status
 from router.errors import (
     ExecutorFailed,
@@ -99,6 +100,7 @@ class Engine:
         waiting: Its waiting queue, behind the quarantine.
         lost_time: On the event loop's clock, since when it has not been ready.
         measures: What its epochs amounted to, so far.
+        events: What last happened to it.
     """
 
     def __init__(
@@ -131,6 +133,8 @@ class Engine:
         self._info: GroupInfo | None = None
         self._scheduler: Scheduler | None = None
         self.measures = GroupMeasures()
+        self.events = Events(self._clock)
+        self._history = History()
         self._stats = EpochStats()
         self._state = pb.GROUP_STATE_FORMING
         self._problem = "its executors have not been reached yet"
@@ -316,6 +320,16 @@ class Engine:
         status.step_cost.CopyFrom(step_cost_status(self.measures.costs.plain))
         return status
 
+    def full_status(self) -> pb.GroupStatus:
+        """Returns the same with its history."""
+        status = self.status()
+        status.history.CopyFrom(self._history.message())
+        return status
+
+    def take_sample(self) -> None:
+        """Takes down its numbers for the history."""
+        self._history.add(self._clock(), self.status(), self.measures.totals())
+
     # ---- epochs
 
     async def _form(self) -> Scheduler:
@@ -337,7 +351,8 @@ class Engine:
         self._stats = self.measures.begin_epoch(stats, self._progress_time)
         self.model, self.is_ready, self._problem = info.model, True, ""
         self._state = pb.GROUP_STATE_READY
-        log.info(
+        self.events.note(
+            logging.INFO,
             "group_ready",
             group=self.group,
             epoch=info.epoch,
@@ -388,13 +403,15 @@ class Engine:
         lost_steps, self._in_flight = self._in_flight, deque()
         was_ready, self.is_ready = self.is_ready, False
         has_left, is_mismatch = isinstance(error, ExecutorLeft), isinstance(error, GroupMismatch)
-        if was_ready and has_left:
-            log.info("group_left", **self.ids(), problem=str(error), steps=len(lost_steps))
-        elif was_ready:
-            log.warning("group_lost", **self.ids(), problem=str(error), steps=len(lost_steps))
+        if was_ready:
+            level, name = (
+                (logging.INFO, "group_left") if has_left else (logging.WARNING, "group_lost")
+            )
+            ids, steps = self.ids(), len(lost_steps)
+            self.events.note(level, name, **ids, problem=str(error), steps=steps)
         elif str(error) != self._problem:
             level = logging.ERROR if is_mismatch else logging.INFO
-            log.log(level, "group_not_formed", group=self.group, problem=str(error))
+            self.events.note(level, "group_not_formed", group=self.group, problem=str(error))
         self._problem = str(error)
         self._state = pb.GROUP_STATE_MISMATCHED if is_mismatch else pb.GROUP_STATE_FORMING
         self.measures.faults["lied"] += isinstance(error, ExecutorLied)
@@ -422,7 +439,8 @@ class Engine:
         return {"group": self.group, "epoch": epoch, "step_id": self._stats.num_steps + 1}
 
     def _fail_request(self, request: Request) -> None:
-        log.error("request_failed", **self.ids(), request_id=request.request_id)
+        ids = self.ids()
+        self.events.note(logging.ERROR, "request_failed", **ids, request_id=request.request_id)
         error = ExecutorFailed(
             "an executor was lost each time that it ran this request alone: it is not tried again"
         )

@@ -1,17 +1,18 @@
 """Engines: every group of this router, and every request that is live in one of them."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
 import numpy as np
-import structlog
 
 from protos.serving.v1 import serving_pb2 as pb
 from protos.transport.errors import RpcError
 from protos.transport.interceptors import Caller
 from router.engine.engine import Engine
+from router.engine.recent import SAMPLE_S, Events
 from router.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -23,8 +24,6 @@ from router.errors import (
 from router.requests.request import Columns, Listener, Listeners, Request, Sequence
 from router.scheduling.counters import GroupTotals, RequestMeasures
 from router.scheduling.step import ServedModel
-
-log = structlog.stdlib.get_logger(__name__)
 
 
 class Observer(Protocol):
@@ -49,6 +48,8 @@ class Engines:
 
     Attributes:
         measures: What became of requests, so far.
+        events: What last happened to this router as a whole.
+        is_draining: Whether this router was told to stop.
         is_shutting_down: Whether new requests are refused, because this router is about to stop.
     """
 
@@ -65,7 +66,8 @@ class Engines:
         self._observers = observers
         self._engines: SequenceOf[Engine] = ()
         self._live: dict[tuple[Caller, str], Request] = {}
-        self.is_shutting_down = False
+        self.is_draining = self.is_shutting_down = False
+        self.events = Events(asyncio.get_running_loop().time)
         self._on_readiness: Callable[[bool], None] | None = None
         self._was_ready = False
         self._readiness_timer: asyncio.TimerHandle | None = None
@@ -83,8 +85,8 @@ class Engines:
 
     @property
     def is_ready(self) -> bool:
-        """Whether some group can step."""
-        return not self.is_shutting_down and any(engine.is_serving for engine in self._engines)
+        """Whether some group can step, and this router was not told to stop."""
+        return not self.is_draining and any(engine.is_serving for engine in self._engines)
 
     def watch_readiness(self, on_change: Callable[[bool], None] | None) -> None:
         """Has a function called with each change of `is_ready` from False on; None: no longer."""
@@ -188,7 +190,8 @@ class Engines:
                 if is_late or not request.has_begun
             )
             if num_moved:
-                log.info("requests_moved", from_group=engine.group, requests=num_moved)
+                ids = engine.ids()
+                engine.events.note(logging.INFO, "requests_moved", **ids, requests=num_moved)
             if not is_late:
                 loop.call_at(failover_time, self._move_waiting)
 
@@ -224,9 +227,47 @@ class Engines:
         """Returns what each group's epochs amounted to, so far."""
         return [engine.measures.totals() for engine in self._engines]
 
+    def overview(self, version: str) -> pb.GetStatusResponse:
+        """Returns GetStatus' answer, as operators get it."""
+        owners = [self.events, *[engine.events for engine in self._engines]]
+        events = [event for owner in owners for event in owner.messages()]
+        return pb.GetStatusResponse(
+            groups=[engine.full_status() for engine in self._engines],
+            version=version,
+            model="" if self.model is None else self.model.name,
+            is_ready=self.is_ready,
+            is_draining=self.is_draining,
+            num_live_requests=self.num_live,
+            events=sorted(events, key=lambda e: e.age.ToNanoseconds()),
+        )
+
+    async def keep_history(self) -> None:
+        """Has each group take its samples, for ever."""
+        while True:
+            for engine in self._engines:
+                engine.take_sample()
+            await asyncio.sleep(SAMPLE_S)
+
+    def begin_drain(self, *, delay_s: float, grace_s: float) -> None:
+        """Is not ready from now on, but takes requests."""
+        self.is_draining = True
+        self.events.note(
+            logging.INFO,
+            "draining",
+            live_requests=self.num_live,
+            delay_s=delay_s,
+            grace_s=grace_s,
+        )
+
     def shut_down(self) -> None:
         """Refuses new requests from now on; streams on which nothing runs may end."""
-        self.is_shutting_down = True
+        self.is_draining = self.is_shutting_down = True
+        self.events.note(
+            logging.INFO,
+            "refusing_requests",
+            live_requests=self.num_live,
+            open_calls=self.listeners.num_open,
+        )
         self.listeners.wake_all()
 
     def cancel_all(self) -> None:

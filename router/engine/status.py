@@ -1,7 +1,5 @@
 """Status of one group, as GetStatus sends it, from the numbers of its engine."""
 
-from collections.abc import Iterable
-
 from protos.serving.v1 import serving_pb2 as pb
 from protos.transport.errors import duration
 from router.scheduling.counters import EpochStats, by_rank
@@ -67,11 +65,13 @@ def step_cost_status(cost: StepCost) -> pb.StepCostStatus:
     )
 
 
-def hide_executors(groups: Iterable[pb.GroupStatus]) -> None:
-    """Takes out of groups' status what concerns operators only: executors' addresses and problems."""
-    for group in groups:
-        if group.problem:
-            group.problem = "told to operators only: see --operators, or the router's log"
+def hide_executors(status: pb.GetStatusResponse) -> None:
+    """Takes out of a status what concerns operators only: executors' addresses and problems."""
+    tellers: list[pb.GroupStatus | pb.Event] = [*status.groups, *status.events]
+    for told in tellers:
+        if told.problem:
+            told.problem = "told to operators only: see --operators, or the router's log"
+    for group in status.groups:
         for rank in group.ranks:
             rank.ClearField("address")
 

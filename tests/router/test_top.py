@@ -16,7 +16,6 @@ from protos.serving.v1 import serving_pb2 as pb
 from router import top
 from router.api.generate import GenerationServicer
 from router.client import Client
-from router.top import Frame
 from tests.router.support.fake_engines import FakeEngines, generation, listening
 from tests.router.support.statuses import FORMING, rank, ready
 
@@ -29,16 +28,22 @@ PROBLEM = (
 UNFORMED = pb.GroupStatus(group=1, state=FORMING, problem=PROBLEM)
 
 
-def render(*groups: pb.GroupStatus, width: int = 100, before: Frame | None = None) -> str:
-    """Returns the picture of groups at second 12, as a pipe would get it."""
+def render(*groups: pb.GroupStatus, width: int = 100, **status: Any) -> str:
+    """Returns the picture of a router with groups, as a pipe would get it."""
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
     with console.capture() as capture:
-        console.print(top.picture(Frame(12.0, groups), before), crop=False)
+        console.print(top.picture(pb.GetStatusResponse(groups=groups, **status)), crop=False)
     return capture.get()
 
 
+def of_groups(*groups: pb.GroupStatus, width: int = 100) -> list[str]:
+    """Returns the lines of the groups only."""
+    lines = render(*groups, width=width).splitlines()
+    return lines[2 : next(i for i, line in enumerate(lines) if line.startswith("last ev"))]
+
+
 def test_shows_each_rank_with_its_tokens_blocks_and_time():
-    lines = render(ready(rank(0), rank(1, last_step_tokens=4), step=1234)).splitlines()
+    lines = of_groups(ready(rank(0), rank(1, last_step_tokens=4), step=1234))
     [first, second] = [line for line in lines if re.match(r" +[01] +8 ", line)]
 
     assert lines[0].startswith("group 0 READY")
@@ -67,7 +72,7 @@ def test_used_and_cached_blocks_share_a_bar():
 
 def test_says_what_keeps_a_group_from_forming_in_full_on_any_terminal():
     for width in (40, 80, 200):
-        lines = render(ready(rank(0)), UNFORMED, width=width).splitlines()
+        lines = of_groups(ready(rank(0)), UNFORMED, width=width)
         start = next(i for i, line in enumerate(lines) if line.startswith("group 1 FORMING"))
         told = " ".join(" ".join(lines[start + 1 :]).split())
         assert told.replace(" ", "").startswith(PROBLEM.replace(" ", ""))
@@ -99,12 +104,34 @@ def test_says_how_well_step_times_are_known():
     assert "step time: 12 steps seen, too few to tell" in render(ready(step_cost=few))
 
 
-def test_rates_take_two_frames_of_one_epoch():
-    old = Frame(10.0, [ready(rank(0, total_tokens=100), step=50)])
-    new = ready(rank(0, total_tokens=700), step=110)
-    assert "30 steps/s, 300 tokens/s" in render(new, before=old)
-    assert "steps/s" not in render(new)
-    assert "steps/s" not in render(new, before=Frame(10.0, [ready(epoch=1)]))
+def test_the_last_minutes_are_a_line_and_rates():
+    rates = pb.History(steps_per_s=[10, 30], total_tokens_per_s=[100, 1300])
+    rates.output_tokens_per_s.extend([0, 350, 700, 1000])
+    text = render(ready(rank(0), history=rates))
+    assert "30 steps/s, 1,300 tokens/s" in text
+    assert re.search(r"  output +▁▃▆█ 1,000 tokens/s *\n", text)
+    assert "/s" not in render(ready(rank(0)))
+
+
+def test_says_what_the_router_does():
+    status = {"model": "demo", "version": "1.2.3", "num_live_requests": 4}
+    told = "router {}  demo, 4 live requests, 1.2.3"
+    assert render(is_ready=True, **status).startswith(told.format("READY"))
+    assert render(**status).startswith(told.format("NOT READY"))
+    assert render(is_draining=True, **status).startswith(told.format("DRAINING"))
+    assert "the router has no groups" in render()
+
+
+def test_shows_what_last_happened_and_lets_it_not_drive_the_terminal():
+    assert "last events: none" in render()
+    lost = pb.Event(name="group_lost", level="warning", group=1, epoch=2, details="steps=2")
+    lost.problem = "10.0.0.7:50061 \x1b[2Jhangs"
+    lost.time.FromJsonString("2026-11-23T12:03:11Z")
+    drain = pb.Event(name="draining", level="info", details="grace_s=30.0")
+    lines = render(events=[drain, lost]).splitlines()[-2:]
+    assert lines[0].split()[1:] == ["info", "router", "draining", "grace_s=30.0"]
+    shown = " ".join(lines[1].split()[1:])
+    assert shown == "warning group 1 group lost 10.0.0.7:50061 [2Jhangs; steps=2"
 
 
 @pytest.mark.parametrize("width", [1, 40, 52, 59, 60, 80, 99, 100, 250])
@@ -117,6 +144,7 @@ def test_rates_take_two_frames_of_one_epoch():
         [ready(rank(0, last_step_tokens=0, num_used_blocks=0, step_ns=0))],
         [ready(*[rank(number, last_step_tokens=number * 900) for number in range(16)]), UNFORMED],
         [ready(rank(0, num_free_blocks=0, num_used_blocks=0, num_cached_blocks=0))],
+        [ready(history=pb.History(output_tokens_per_s=range(300)))],
     ],
 )
 def test_no_line_is_wider_than_the_terminal(groups: list[pb.GroupStatus], width: int):
@@ -128,15 +156,15 @@ def test_no_line_is_wider_than_the_terminal(groups: list[pb.GroupStatus], width:
 def test_a_terminal_that_is_too_narrow_cuts_lines_instead_of_breaking_them():
     console = Console(file=io.StringIO(), width=20, height=50)
     with console.capture() as capture:
-        console.print(top.Fitted(top.picture(Frame(0.0, [ready(rank(0))]))))
-    assert capture.get().splitlines()[0] == "group 0 READY    epo"
+        console.print(top.Fitted(top.picture(pb.GetStatusResponse(groups=[ready(rank(0))]))))
+    assert capture.get().splitlines()[2] == "group 0 READY    epo"
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_a_terminal_without_bar_characters_gets_others(encoding: str):
     console = Console(file=io.TextIOWrapper(io.BytesIO(), encoding, errors="strict"), width=100)
     with console.capture() as capture:
-        console.print(top.picture(Frame(0.0, [ready(rank(0))])))
+        console.print(top.picture(pb.GetStatusResponse(groups=[ready(rank(0))])))
     assert "########################" in capture.get()
     assert top.FULL not in capture.get()
 

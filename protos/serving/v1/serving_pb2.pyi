@@ -42,6 +42,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
@@ -1295,25 +1296,159 @@ class GetStatusResponse(_message.Message):
 
     GROUPS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    IS_READY_FIELD_NUMBER: _builtins.int
+    IS_DRAINING_FIELD_NUMBER: _builtins.int
+    NUM_LIVE_REQUESTS_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of the router."""
+    model: _builtins.str
+    """The model's name, as GetModel tells it. Empty until a group has formed."""
+    is_ready: _builtins.bool
+    """Whether requests should be sent here."""
+    is_draining: _builtins.bool
+    """Whether it was told to stop."""
+    num_live_requests: _builtins.int
+    """Requests that wait or run."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupStatus]:
         """Every group, by number."""
+
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___Event]:
+        """What last happened to it and to its groups, the newest first; some dozens at most."""
 
     def __init__(
         self,
         *,
         groups: _abc.Iterable[Global___GroupStatus] | None = ...,
         version: _builtins.str = ...,
+        model: _builtins.str = ...,
+        is_ready: _builtins.bool = ...,
+        is_draining: _builtins.bool = ...,
+        num_live_requests: _builtins.int = ...,
+        events: _abc.Iterable[Global___Event] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "groups", b"groups", "is_draining", b"is_draining", "is_ready", b"is_ready", "model", b"model", "num_live_requests", b"num_live_requests", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class Event(_message.Message):
+    """Something that the router's log has too."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGE_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    DETAILS_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name in the log: "group_ready", "group_left", "group_lost", "group_not_formed",
+    "request_failed", "requests_moved", "draining" or "refusing_requests".
+    """
+    level: _builtins.str
+    """Its level in the log: "info", "warning" or "error"."""
+    group: _builtins.int
+    """The group. Absent if it is the whole router's."""
+    epoch: _builtins.int
+    """The group's epoch. 0 before its first, and for the whole router."""
+    problem: _builtins.str
+    """What was wrong; empty if nothing was. Only operators are told what it is."""
+    details: _builtins.str
+    """What else the log says of it, such as "seconds_down=1.2 dp_size=2". Names no request."""
+    @_builtins.property
+    def age(self) -> _duration_pb2.Duration:
+        """How long ago it was."""
+
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """When it was, by the clock of the router's log."""
+
+    def __init__(
+        self,
+        *,
+        age: _duration_pb2.Duration | None = ...,
+        name: _builtins.str = ...,
+        level: _builtins.str = ...,
+        group: _builtins.int | None = ...,
+        epoch: _builtins.int = ...,
+        problem: _builtins.str = ...,
+        details: _builtins.str = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "age", b"age", "group", b"group", "time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "age", b"age", "details", b"details", "epoch", b"epoch", "group", b"group", "level", b"level", "name", b"name", "problem", b"problem", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__group: _TypeAlias = _typing.Literal["group"]  # noqa: Y015
+    _WhichOneofArgType__group: _TypeAlias = _typing.Literal["_group", b"_group"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__group) -> _WhichOneofReturnType__group | None: ...
+
+Global___Event: _TypeAlias = Event  # noqa: Y015
+
+@_typing.final
+class History(_message.Message):
+    """A group's last minutes: in each column one value for each second, the newest last, at most 300."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUTPUT_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    TOTAL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    STEPS_PER_S_FIELD_NUMBER: _builtins.int
+    NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    NUM_USED_BLOCKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def output_tokens_per_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens sampled, per second."""
+
+    @_builtins.property
+    def total_tokens_per_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that all ranks ran, of prompts and of outputs, per second."""
+
+    @_builtins.property
+    def steps_per_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Steps per second."""
+
+    @_builtins.property
+    def num_running(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Sequences bound to a rank."""
+
+    @_builtins.property
+    def num_waiting(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Sequences not bound to a rank."""
+
+    @_builtins.property
+    def num_used_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """KV blocks that live sequences hold, on all ranks."""
+
+    def __init__(
+        self,
+        *,
+        output_tokens_per_s: _abc.Iterable[_builtins.int] | None = ...,
+        total_tokens_per_s: _abc.Iterable[_builtins.int] | None = ...,
+        steps_per_s: _abc.Iterable[_builtins.int] | None = ...,
+        num_running: _abc.Iterable[_builtins.int] | None = ...,
+        num_waiting: _abc.Iterable[_builtins.int] | None = ...,
+        num_used_blocks: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_running", b"num_running", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "output_tokens_per_s", b"output_tokens_per_s", "steps_per_s", b"steps_per_s", "total_tokens_per_s", b"total_tokens_per_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___History: _TypeAlias = History  # noqa: Y015
 
 @_typing.final
 class GroupStatus(_message.Message):
@@ -1335,6 +1470,7 @@ class GroupStatus(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     STEP_COST_FIELD_NUMBER: _builtins.int
+    HISTORY_FIELD_NUMBER: _builtins.int
     group: _builtins.int
     """Its number."""
     state: Global___GroupState.ValueType
@@ -1373,6 +1509,10 @@ class GroupStatus(_message.Message):
     def step_cost(self) -> Global___StepCostStatus:
         """What its steps without drafts take, as learnt from their times."""
 
+    @_builtins.property
+    def history(self) -> Global___History:
+        """Its last minutes."""
+
     def __init__(
         self,
         *,
@@ -1390,10 +1530,11 @@ class GroupStatus(_message.Message):
         block_size: _builtins.int = ...,
         max_num_seqs: _builtins.int = ...,
         step_cost: Global___StepCostStatus | None = ...,
+        history: Global___History | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["last_step_age", b"last_step_age", "speculation", b"speculation", "step_cost", b"step_cost"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "last_step_age", b"last_step_age", "speculation", b"speculation", "step_cost", b"step_cost"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "epoch", b"epoch", "graphs", b"graphs", "group", b"group", "last_step_age", b"last_step_age", "max_num_seqs", b"max_num_seqs", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "problem", b"problem", "ranks", b"ranks", "speculation", b"speculation", "state", b"state", "step", b"step", "step_cost", b"step_cost"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "epoch", b"epoch", "graphs", b"graphs", "group", b"group", "history", b"history", "last_step_age", b"last_step_age", "max_num_seqs", b"max_num_seqs", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "problem", b"problem", "ranks", b"ranks", "speculation", b"speculation", "state", b"state", "step", b"step", "step_cost", b"step_cost"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

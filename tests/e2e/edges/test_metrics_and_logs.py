@@ -1,6 +1,7 @@
 """Observation of real processes: metrics of both services, a trace, and the live picture."""
 
 import asyncio
+import re
 import sys
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
@@ -116,8 +117,10 @@ async def test_top_prints_what_the_ranks_are_doing(watched: Watched):
     lines = output.decode().splitlines()
 
     assert process.returncode == 0
-    assert lines[0].startswith("group 0 READY")
-    assert [line.split()[0] for line in lines if line.strip()[:1].isdigit()] == ["0", "1"]
+    assert lines[0].startswith("router READY")
+    assert lines[2].startswith("group 0 READY")
+    assert [line.split()[0] for line in lines if re.match(r" +\d ", line)] == ["0", "1"]
+    assert "group ready" in lines[-1]
 
 
 async def test_counters_go_on_over_a_recovery_and_the_log_has_its_ids(watched: Watched):

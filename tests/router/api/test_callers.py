@@ -144,8 +144,11 @@ async def test_executors_are_shown_to_operators_only(tmp_path: Path):
         for caller, address, problem in (("ops", "10.0.0.7:50061", TOLD), ("mine", "", HIDDEN)):
             ranks = [pb.RankStatus(dp_rank=0, address="10.0.0.7:50061", num_running=3)]
             served.engines.groups = [pb.GroupStatus(problem=TOLD, ranks=ranks)]
-            [group] = (await served.own.GetStatus(pb.GetStatusRequest(), **by(caller))).groups
+            served.engines.events = [pb.Event(name="group_lost", problem=TOLD)]
+            status = await served.own.GetStatus(pb.GetStatusRequest(), **by(caller))
+            [group], [event] = status.groups, status.events
             assert problem in group.problem
+            assert (event.name, problem in event.problem) == ("group_lost", True)
             assert (group.ranks[0].address, group.ranks[0].num_running) == (address, 3)
             served.engines.groups = [pb.GroupStatus(problem=TOLD)]
             health = vllm_engine_pb2.HealthCheckRequest()

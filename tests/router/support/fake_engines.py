@@ -53,13 +53,17 @@ class FakeEngines:
         self.refusal: RpcError | None = None
         self.echoes = False
         self.groups: list[serving_pb2.GroupStatus] = []
-        self.is_shutting_down = False
+        self.events: list[serving_pb2.Event] = []
+        self.is_draining = self.is_shutting_down = False
         self.measures = RequestMeasures()
         self._max_listeners = max_listeners
 
     @property
     def num_live(self) -> int:
         return len(self.live)
+
+    def begin_drain(self, **_: float) -> None:
+        self.is_draining = True
 
     def shut_down(self) -> None:
         self.is_shutting_down = True
@@ -115,6 +119,15 @@ class FakeEngines:
 
     def status(self) -> list[serving_pb2.GroupStatus]:
         return self.groups
+
+    def overview(self, version: str) -> serving_pb2.GetStatusResponse:
+        return serving_pb2.GetStatusResponse(
+            groups=self.groups,
+            version=version,
+            events=self.events,
+            is_draining=self.is_draining,
+            num_live_requests=self.num_live,
+        )
 
     def give(self, sequence: Sequence, token_ids: Iterable[int]) -> None:
         """Commits tokens, as a step would."""
