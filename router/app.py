@@ -23,6 +23,7 @@ from protos.transport.admission import Refusals
 from protos.transport.health import SERVICE_NAME
 from protos.transport.interceptors import RequestReader
 from protos.transport.reflection import enable_reflection
+from router.api.chat import ChatRenderer, read_templates
 from router.api.generate import UNSHARED, GenerationServicer
 from router.api.health import SERVICE, Health
 from router.api.text import Tokenizer
@@ -48,11 +49,12 @@ async def run(config: RouterConfig) -> None:
 
     Raises:
         OSError: The address to listen at is taken.
+        ValueError: The tokenizer or the chat template is none.
     """
     signals = StopSignals()
     signals.listen()
-    tokenizer = None if config.tokenizer_file is None else Tokenizer(config.tokenizer_file)
     cleanup = AsyncExitStack()
+    tokenizer = _open_tokenizer(config, cleanup)
     interceptors, observers = _start_tracing(config, cleanup)
     observers = [RequestLog(lambda group: by_group[group].ids()), *observers]
     engines = Engines(
@@ -97,6 +99,18 @@ async def run(config: RouterConfig) -> None:
             await group.close()
         await cleanup.aclose()
     log.info("stopped")
+
+
+def _open_tokenizer(config: RouterConfig, cleanup: AsyncExitStack) -> Tokenizer | None:
+    file = config.tokenizer_file
+    if file is None:
+        return None
+    templates = read_templates(file.parent, config.chat_template, config.chat_template_timeout_s)
+    if templates is None:
+        return Tokenizer(file)
+    chat = ChatRenderer(templates)
+    cleanup.push_async_callback(chat.close)
+    return Tokenizer(file, chat)
 
 
 def _connect(config: RouterConfig, addresses: tuple[str, ...]) -> ExecutorGroup:

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from protos.settings import ON_OFF, Rule, at_least, setting
+from protos.settings import ON_OFF, Rule, above, at_least, setting
 from protos.transport.port import ServiceConfig
 from router.engine.engine import EngineSettings
 from router.executors.discovery import check_addresses
@@ -27,6 +27,10 @@ class RouterConfig(EngineSettings, GroupSettings, CallerSettings, ExecutorSecuri
     by spaces."""
     tokenizer: Path | None = setting(None, unset="clients send token ids only")
     """The model's tokenizer.json, or a folder that holds it."""
+    chat_template: Path | None = setting(None, unset="the checkpoint's own, beside its tokenizer")
+    """A file with the chat template, in Jinja, by which chats become prompts."""
+    chat_template_timeout_s: float = setting(2.0, above(0))
+    """Seconds of processor time that a chat template may take; past it, its request ends."""
     vllm_engine: str = setting("off", ON_OFF)
     """Whether to serve vllm.grpc.engine.VllmEngine too, for gateways such as smg; needs the package
     smg-grpc-proto."""
@@ -73,6 +77,11 @@ class RouterConfig(EngineSettings, GroupSettings, CallerSettings, ExecutorSecuri
             _check_otlp_endpoint(self.otlp_endpoint)
         if self.tokenizer_file is not None:
             _check_tokenizer(self.tokenizer_file)
+        elif self.chat_template is not None:
+            raise ValueError(
+                f"chat_template={self.chat_template}: without a tokenizer it makes no prompts; give the "
+                f"model's with --tokenizer"
+            )
 
     @property
     def tokenizer_file(self) -> Path | None:

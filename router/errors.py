@@ -2,8 +2,9 @@
 
 RpcError
 ├── InvalidRequest      INVALID_ARGUMENT     can never succeed as sent
-│   └── PromptTooLong
-│       └── TextTooLong                      so much that its tokens were not counted
+│   ├── PromptTooLong
+│   │   └── TextTooLong                      so much that its tokens were not counted
+│   └── ChatTemplateFailed                   the template makes no prompt of a chat
 ├── ModelNotFound       NOT_FOUND            this router serves another model
 ├── RequestNotFound     NOT_FOUND            nothing to cancel
 ├── RequestExists       ALREADY_EXISTS       a live request has this id
@@ -58,6 +59,13 @@ class TextTooLong(PromptTooLong):
             value=num_chars,
             limit=max_chars,
         )
+
+
+class ChatTemplateFailed(InvalidRequest):
+    reason = "CHAT_TEMPLATE_FAILED"
+
+    def __init__(self, problem: str) -> None:
+        super().__init__("chat", f"the model's chat template makes no prompt of it: {problem}")
 
 
 class ModelNotFound(RpcError):

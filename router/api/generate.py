@@ -134,7 +134,7 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
         async with abort_on_error(context):
             self._check(request)
             model = served(self._engines.model)
-        return model_response(model, has_tokenizer=self._tokenizer is not None)
+        return model_response(model, self._tokenizer)
 
     async def GetStatus(
         self, request: serving_pb2.GetStatusRequest, context: Context

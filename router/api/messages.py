@@ -311,7 +311,7 @@ def _read_output(
             f"{output.top_logprobs} has nothing to stand beside; set logprobs or prompt_logprobs",
         )
     return OutputOptions(
-        text=output.text or message.HasField("text"),
+        text=output.text or message.WhichOneof("prompt") in ("text", "chat"),
         logprobs=output.logprobs,
         prompt_logprobs=output.prompt_logprobs,
         top_logprobs=output.top_logprobs,
@@ -402,7 +402,7 @@ def tagged_error(tag: int, error: RpcError, request_id: str) -> serving_pb2.Tagg
     return tagged
 
 
-def model_response(model: ServedModel, *, has_tokenizer: bool) -> serving_pb2.GetModelResponse:
+def model_response(model: ServedModel, tokenizer: Tokenizer | None) -> serving_pb2.GetModelResponse:
     return serving_pb2.GetModelResponse(
         name=model.name,
         architecture=model.architecture,
@@ -410,7 +410,8 @@ def model_response(model: ServedModel, *, has_tokenizer: bool) -> serving_pb2.Ge
         vocab_size=model.vocab_size,
         max_model_len=model.max_model_len,
         eos_token_ids=model.eos_token_ids,
-        has_tokenizer=has_tokenizer,
+        has_tokenizer=tokenizer is not None,
+        has_chat_template=tokenizer is not None and tokenizer.chat is not None,
         supports_constraints=model.supports_constraints,
     )
 

@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Sequence as SequenceOf
+from functools import partial
+from typing import Literal
 
 import numpy as np
 
@@ -43,13 +45,13 @@ async def read_prompt(
     match message.WhichOneof("prompt"):
         case "token_ids":
             return _read_token_ids(message.token_ids.ids, model)
-        case "text":
-            prompt = await _encode(message.text, model, tokenizer)
+        case None:
+            raise InvalidRequest("prompt", "there is none; set token_ids, text or chat")
+        case kind:
+            prompt = await _encode(message, kind, model, tokenizer)
             if len(prompt) > model.max_prompt_tokens:
-                raise PromptTooLong("text", len(prompt), model.max_prompt_tokens)
+                raise PromptTooLong(kind, len(prompt), model.max_prompt_tokens)
             return prompt
-        case _:
-            raise InvalidRequest("prompt", "there is none; set token_ids or text")
 
 
 async def encode_prompt(
@@ -62,11 +64,10 @@ async def encode_prompt(
         ModelNotFound: It is for another model.
     """
     check_model(message.model, model)
-    match message.WhichOneof("prompt"):
-        case "text":
-            return await _encode(message.text, model, tokenizer)
-        case _:
-            raise InvalidRequest("prompt", "there is none; set text")
+    kind = message.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidRequest("prompt", "there is none; set text or chat")
+    return await _encode(message, kind, model, tokenizer)
 
 
 async def decode(
@@ -113,27 +114,42 @@ def _check_token_ids(field: str, token_ids: SequenceOf[int], model: ServedModel)
     return ids.astype(np.int32)
 
 
-async def _encode(text: str, model: ServedModel, tokenizer: Tokenizer | None) -> Int32Array:
-    """Returns the tokens of a text, at least one."""
+async def _encode(
+    message: serving_pb2.GenerateRequest | Encodable,
+    kind: Literal["text", "chat"],
+    model: ServedModel,
+    tokenizer: Tokenizer | None,
+) -> Int32Array:
+    """Returns the tokens of a text or chat, at least one."""
     if tokenizer is None:
-        raise InvalidRequest("text", f"{NO_TOKENIZER}; send token_ids")
+        raise InvalidRequest(kind, f"{NO_TOKENIZER}; send token_ids")
     max_chars = MAX_CHARS_PER_TOKEN * model.max_prompt_tokens
+    text = message.text if kind == "text" else await _render(message.chat, tokenizer, max_chars)
     if len(text) > max_chars:  # its tokens would take a hundred times its memory
-        raise TextTooLong("text", len(text), max_chars, model.max_prompt_tokens)
+        raise TextTooLong(kind, len(text), max_chars, model.max_prompt_tokens)
+    encode = partial(tokenizer.encode, text, adds_special=kind == "text")
     if len(text) <= SHORT_TEXT_LEN:
-        prompt = tokenizer.encode(text)
+        prompt = encode()
     else:  # in a thread: every rank would wait for a long text to be encoded
-        prompt = await asyncio.to_thread(tokenizer.encode, text)
+        prompt = await asyncio.to_thread(encode)
     if not len(prompt):
-        raise InvalidRequest(
-            "text", f"{quoted(text)} has no tokens; send text of at least one token"
-        )
+        raise InvalidRequest(kind, f"{quoted(text)} has no tokens; send at least one token's text")
     if prompt.max() >= model.vocab_size:
         raise InvalidRequest(
-            "text",
+            kind,
             f"the tokenizer gives token {prompt.max()}, but the model's vocabulary has "
             f"{model.vocab_size}; tell the operator that the tokenizer is another model's",
             value=prompt.max(),
             limit=model.vocab_size - 1,
         )
     return prompt
+
+
+async def _render(chat: serving_pb2.Chat, tokenizer: Tokenizer, max_chars: int) -> str:
+    if tokenizer.chat is None:
+        raise InvalidRequest(
+            "chat",
+            "the model has no chat template; send text or token_ids, or have the operator give the "
+            "router one by --chat-template",
+        )
+    return await tokenizer.chat.render(chat, max_chars)

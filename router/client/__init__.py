@@ -16,6 +16,7 @@ from router.client.many import Many
 from router.client.messages import (
     CallFailed,
     Cancelled,
+    Chat,
     Completion,
     Delta,
     Finish,
@@ -34,6 +35,7 @@ __all__ = [
     "GROUP_STATE_READY",
     "CallFailed",
     "Cancelled",
+    "Chat",
     "Client",
     "Completion",
     "Delta",

@@ -34,12 +34,14 @@ from protos.transport.channel import ChannelOpener, Option
 from protos.transport.credentials import TlsFiles, WatchedTls, token_sender
 from router.client.many import Many
 from router.client.messages import (
+    Chat,
     Collector,
     Completion,
     Delta,
     Options,
     Prompt,
     failure_of_call,
+    to_chat,
     to_delta,
     to_request,
 )
@@ -175,7 +177,7 @@ class Client:
         """Yields what comes of a prompt. Closing the generator cancels the request.
 
         Args:
-            prompt: Text, or token ids.
+            prompt: Text, a Chat, or token ids.
             options: See Options, and serving.proto for what they mean.
 
         Raises:
@@ -217,24 +219,24 @@ class Client:
         """Returns a stream for many requests, to be opened by `async with`."""
         return Many(lambda: self._lane().call("GenerateMany"))
 
-    async def tokenize(self, prompt: str) -> list[int]:
+    async def tokenize(self, prompt: str | Chat) -> list[int]:
         """Returns the tokens of a prompt, of any number.
 
         Raises:
             Rejected: The router has no tokenizer, or it gives none.
         """
-        request = serving_pb2.TokenizeRequest(text=prompt)
+        request = serving_pb2.TokenizeRequest(**_encodable(prompt))
         with self._calling():
             response = await self._lane().call("Tokenize", request)
         return list(response.token_ids)
 
-    async def count_tokens(self, prompt: str) -> int:
+    async def count_tokens(self, prompt: str | Chat) -> int:
         """Returns how many tokens a prompt has.
 
         Raises:
             Rejected: As of `tokenize`.
         """
-        request = serving_pb2.CountTokensRequest(text=prompt)
+        request = serving_pb2.CountTokensRequest(**_encodable(prompt))
         with self._calling():
             response = await self._lane().call("CountTokens", request)
         return int(response.num_tokens)
@@ -297,6 +299,10 @@ class Client:
         with self._calling():
             status: Int32Value = await self._check_health(StringValue(value=service))
         return status.value == SERVING
+
+
+def _encodable(prompt: str | Chat) -> dict[str, Any]:
+    return {"text": prompt} if isinstance(prompt, str) else {"chat": to_chat(prompt)}
 
 
 class _Lane:

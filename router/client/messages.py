@@ -1,5 +1,6 @@
 """Messages of the client library: options, deltas, completions and failures, and serving.proto's."""
 
+import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,28 @@ import grpc
 from protos.serving.v1 import serving_pb2
 from protos.transport.error_details import ErrorDetails, error_details
 
-Prompt = str | Iterable[int]  # text, or token ids
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chat:
+    """Messages that the model's chat template makes a prompt of; serving.proto says more.
+
+    Attributes:
+        messages: As in OpenAI's API, with text as content: `role`, `content`, `name`, `tool_calls`,
+            `tool_call_id`, and `reasoning_content`.
+        tools: Functions that the model may call, likewise.
+        add_generation_prompt: Whether an answer begins; None: unless the last message goes on.
+        continue_final_message: Whether the model goes on with the last message.
+        template_arguments: Further variables for the template.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+Prompt = str | Chat | Iterable[int]  # text, a chat, or token ids
 
 
 class Options(TypedDict, total=False):
@@ -218,12 +240,47 @@ def to_request(prompt: Prompt, options: Options) -> serving_pb2.GenerateRequest:
     request = serving_pb2.GenerateRequest(**fields)
     if isinstance(prompt, str):
         request.text = prompt
+    elif isinstance(prompt, Chat):
+        request.chat.CopyFrom(to_chat(prompt))
     else:
         request.token_ids.ids.extend(prompt)
         request.token_ids.SetInParent()  # also for an empty one, so that the router says so
     if timeout_s is not None:
         request.timeout.FromNanoseconds(round(timeout_s * 1e9))
     return request
+
+
+def to_chat(chat: Chat) -> serving_pb2.Chat:
+    """Raises ValueError or TypeError for part of a message that cannot be sent."""
+    return serving_pb2.Chat(
+        messages=[_to_message(message) for message in chat.messages],
+        tools=[_to_json(tool) for tool in chat.tools],
+        add_generation_prompt=chat.add_generation_prompt,
+        continue_final_message=chat.continue_final_message,
+        template_arguments=_to_json(chat.template_arguments) if chat.template_arguments else "",
+    )
+
+
+def _to_message(message: Mapping[str, Any]) -> serving_pb2.ChatMessage:
+    fields = dict(message)
+    calls = fields.pop("tool_calls", None) or ()
+    functions = [call["function"] for call in calls]
+    return serving_pb2.ChatMessage(
+        **fields,
+        tool_calls=[
+            serving_pb2.ToolCall(
+                id=call.get("id"),
+                name=function["name"],
+                arguments=_to_json(function.get("arguments") or {}),
+            )
+            for call, function in zip(calls, functions, strict=True)
+        ],
+    )
+
+
+def _to_json(value: Any) -> str:
+    """Returns JSON text as it is, and all else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def to_delta(message: serving_pb2.GenerateResponse) -> Delta:

@@ -22,6 +22,7 @@ from protos.transport.errors import RpcError
 from protos.transport.interceptors import PORT_REFUSALS
 from router.errors import (
     Cancelled,
+    ChatTemplateFailed,
     ConstraintFailed,
     DeadlineExceeded,
     ExecutorFailed,
@@ -55,6 +56,7 @@ from router.scheduling.step_cost import StepCosts
 REFUSALS = (
     InvalidRequest,
     PromptTooLong,
+    ChatTemplateFailed,
     ModelNotFound,
     RequestExists,
     QueueFull,

@@ -69,6 +69,7 @@ def test_a_name_counts_as_another_machine(group: str):
         ({"shutdown_grace_s": -1.0}, "shutdown_grace_s=-1.0: need at least 0"),
         ({"otlp_endpoint": "collector"}, "otlp_endpoint=collector: need http://host:4317"),
         ({"tokenizer": Path("/nowhere")}, "tokenizer=/nowhere: there is no such file; give"),
+        ({"chat_template": Path("/some")}, "chat_template=/some: without a tokenizer"),
     ],
 )
 def test_a_setting_that_does_not_fit_is_named_with_what_does(

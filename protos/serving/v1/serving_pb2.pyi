@@ -19,6 +19,8 @@ ResourceInfo what was not found, RequestInfo the request's id, which the router'
   INVALID_ARGUMENT    INVALID_REQUEST     a field's value can never work; BadRequest names
                                           the field, the value and the limit.
   INVALID_ARGUMENT    PROMPT_TOO_LONG     likewise, for the length of the prompt.
+  INVALID_ARGUMENT    CHAT_TEMPLATE_FAILED  the model's chat template makes no prompt of the chat,
+                                          or takes too long or too much memory for it.
   INVALID_ARGUMENT    MALFORMED_MESSAGE   the bytes that came are no such message.
   UNAUTHENTICATED     UNAUTHENTICATED     the call lacks a token or a certificate that is taken
                                           here.
@@ -150,6 +152,7 @@ class GenerateRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    CHAT_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     OUTPUT_FIELD_NUMBER: _builtins.int
@@ -165,8 +168,8 @@ class GenerateRequest(_message.Message):
     """The model's name as GetModel tells it. Empty: whichever is served."""
     text: _builtins.str
     """Text, at least one token long, encoded with the special tokens that the tokenizer puts
-    around every text: a rendered chat template has them already, so send its token ids. At most
-    64 characters for each token that fits. Responses then carry text deltas.
+    around every text: for a chat, which has its own, send `chat`. At most 64 characters for each
+    token that fits. Responses then carry text deltas.
     """
     n: _builtins.int
     """Number of continuations, 1 to 64; 0 means 1. Responses name theirs by `index`. Continuation
@@ -180,6 +183,12 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids, at least one, each below the vocabulary's size."""
+
+    @_builtins.property
+    def chat(self) -> Global___Chat:
+        """Messages, which the model's chat template makes a text of, encoded with no further special
+        tokens. Bounded as text is. Responses then carry text deltas.
+        """
 
     @_builtins.property
     def sampling(self) -> Global___SamplingParams:
@@ -210,6 +219,7 @@ class GenerateRequest(_message.Message):
         model: _builtins.str = ...,
         token_ids: Global___TokenIds | None = ...,
         text: _builtins.str = ...,
+        chat: Global___Chat | None = ...,
         sampling: Global___SamplingParams | None = ...,
         stop: Global___StopConditions | None = ...,
         output: Global___OutputOptions | None = ...,
@@ -218,11 +228,11 @@ class GenerateRequest(_message.Message):
         timeout: _duration_pb2.Duration | None = ...,
         constraint: Global___Constraint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["constraint", b"constraint", "output", b"output", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "text", b"text", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "constraint", b"constraint", "output", b"output", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "text", b"text", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["constraint", b"constraint", "model", b"model", "n", b"n", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "text", b"text", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "constraint", b"constraint", "model", b"model", "n", b"n", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "text", b"text", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["token_ids", "text"]  # noqa: Y015
+    _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["token_ids", "text", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
@@ -321,6 +331,140 @@ class Choices(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Choices: _TypeAlias = Choices  # noqa: Y015
+
+@_typing.final
+class Chat(_message.Message):
+    """Messages, and what the model's chat template is given besides. JSON is text here, since templates
+    write out tools and arguments in the order and the numbers that the caller gave them.
+
+    A template is a program of the model's: what it makes of roles, tools and arguments, and what it
+    refuses, is for the model's documentation. Text of a message that spells a special token becomes it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    TEMPLATE_ARGUMENTS_FIELD_NUMBER: _builtins.int
+    add_generation_prompt: _builtins.bool
+    """Whether the prompt ends with what begins an answer. Absent: true, but with continue_final_message."""
+    continue_final_message: _builtins.bool
+    """Set: the prompt ends with the last message's content, for the model to go on with it. Not with
+    add_generation_prompt.
+    """
+    template_arguments: _builtins.str
+    """Further variables for the template, such as {"enable_thinking": false}: a JSON object. Empty: none."""
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
+        """At least one."""
+
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Functions that the model may call, each a JSON object as in OpenAI's API:
+        {"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}.
+        """
+
+    def __init__(
+        self,
+        *,
+        messages: _abc.Iterable[Global___ChatMessage] | None = ...,
+        tools: _abc.Iterable[_builtins.str] | None = ...,
+        add_generation_prompt: _builtins.bool | None = ...,
+        continue_final_message: _builtins.bool = ...,
+        template_arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "template_arguments", b"template_arguments", "tools", b"tools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
+    _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_generation_prompt) -> _WhichOneofReturnType__add_generation_prompt | None: ...
+
+Global___Chat: _TypeAlias = Chat  # noqa: Y015
+
+@_typing.final
+class ChatMessage(_message.Message):
+    """A message of a chat. The template gets what is set, by the names of OpenAI's API."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    REASONING_CONTENT_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    """Such as "system", "user", "assistant" or "tool"."""
+    content: _builtins.str
+    """What was said."""
+    name: _builtins.str
+    """Of the speaker, or of the function that answers."""
+    tool_call_id: _builtins.str
+    """Of the call that a message of role "tool" answers."""
+    reasoning_content: _builtins.str
+    """What an assistant thought before."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """Functions that an assistant called."""
+
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        content: _builtins.str | None = ...,
+        name: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        tool_call_id: _builtins.str = ...,
+        reasoning_content: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "_reasoning_content", b"_reasoning_content", "content", b"content", "reasoning_content", b"reasoning_content"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "_reasoning_content", b"_reasoning_content", "content", b"content", "name", b"name", "reasoning_content", b"reasoning_content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__content: _TypeAlias = _typing.Literal["content"]  # noqa: Y015
+    _WhichOneofArgType__content: _TypeAlias = _typing.Literal["_content", b"_content"]  # noqa: Y015
+    _WhichOneofReturnType__reasoning_content: _TypeAlias = _typing.Literal["reasoning_content"]  # noqa: Y015
+    _WhichOneofArgType__reasoning_content: _TypeAlias = _typing.Literal["_reasoning_content", b"_reasoning_content"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__content) -> _WhichOneofReturnType__content | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning_content) -> _WhichOneofReturnType__reasoning_content | None: ...
+
+Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
+
+@_typing.final
+class ToolCall(_message.Message):
+    """A call of a function."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Chosen by who runs the functions."""
+    name: _builtins.str
+    """Of the function."""
+    arguments: _builtins.str
+    """A JSON object. Empty: one without fields."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
@@ -526,7 +670,7 @@ class OutputOptions(_message.Message):
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_FIELD_NUMBER: _builtins.int
     text: _builtins.bool
-    """Set: text deltas also for a prompt of token ids. Text prompts always have them."""
+    """Set: text deltas also for a prompt of token ids. Texts and chats always have them."""
     logprobs: _builtins.bool
     """Set: the log probability of each output token."""
     prompt_logprobs: _builtins.bool
@@ -1009,21 +1153,27 @@ class TokenizeRequest(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    CHAT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """As in GenerateRequest."""
     text: _builtins.str
-    """Text."""
+    """Text, encoded with the special tokens that the tokenizer puts around every text."""
+    @_builtins.property
+    def chat(self) -> Global___Chat:
+        """A chat."""
+
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         text: _builtins.str = ...,
+        chat: Global___Chat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "model", b"model", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text"]  # noqa: Y015
+    _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
@@ -1061,21 +1211,27 @@ class CountTokensRequest(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    CHAT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """As in GenerateRequest."""
     text: _builtins.str
-    """Text."""
+    """Text, encoded with the special tokens that the tokenizer puts around every text."""
+    @_builtins.property
+    def chat(self) -> Global___Chat:
+        """A chat."""
+
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         text: _builtins.str = ...,
+        chat: Global___Chat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "model", b"model", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text"]  # noqa: Y015
+    _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
@@ -1231,6 +1387,7 @@ class GetModelResponse(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     HAS_TOKENIZER_FIELD_NUMBER: _builtins.int
     SUPPORTS_CONSTRAINTS_FIELD_NUMBER: _builtins.int
+    HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """What GenerateRequest.model may say."""
     architecture: _builtins.str
@@ -1247,6 +1404,8 @@ class GetModelResponse(_message.Message):
     """Set if GenerateRequest.constraint works: executors have the model's tokenizer.json, and the model
     has end-of-sequence tokens.
     """
+    has_chat_template: _builtins.bool
+    """Set if chats work: the router has a chat template."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end an output unless ignore_eos is set."""
@@ -1262,10 +1421,11 @@ class GetModelResponse(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         has_tokenizer: _builtins.bool = ...,
         supports_constraints: _builtins.bool = ...,
+        has_chat_template: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_tokenizer", b"has_tokenizer", "max_model_len", b"max_model_len", "name", b"name", "supports_constraints", b"supports_constraints", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "has_tokenizer", b"has_tokenizer", "max_model_len", b"max_model_len", "name", b"name", "supports_constraints", b"supports_constraints", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -19,6 +19,8 @@ ResourceInfo what was not found, RequestInfo the request's id, which the router'
   INVALID_ARGUMENT    INVALID_REQUEST     a field's value can never work; BadRequest names
                                           the field, the value and the limit.
   INVALID_ARGUMENT    PROMPT_TOO_LONG     likewise, for the length of the prompt.
+  INVALID_ARGUMENT    CHAT_TEMPLATE_FAILED  the model's chat template makes no prompt of the chat,
+                                          or takes too long or too much memory for it.
   INVALID_ARGUMENT    MALFORMED_MESSAGE   the bytes that came are no such message.
   UNAUTHENTICATED     UNAUTHENTICATED     the call lacks a token or a certificate that is taken
                                           here.

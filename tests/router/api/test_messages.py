@@ -70,7 +70,7 @@ def timeout(seconds: int, nanos: int = 0) -> pb.GenerateRequest:
 
 BAD = [
     # what is wrong, code, field, a part of the message
-    (pb.GenerateRequest(), INVALID, "prompt", "token_ids or text"),
+    (pb.GenerateRequest(), INVALID, "prompt", "token_ids, text or chat"),
     (ids(), INVALID, "token_ids.ids", "empty"),
     (ids(1, 256), INVALID, "token_ids.ids[1]", "256 is no token; the model has 0 to 255"),
     (ids(2**32 - 1), INVALID, "token_ids.ids[0]", "4294967295"),
@@ -187,7 +187,7 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
         await read(pb.GenerateRequest(text="x" * (most + 1)), tokenizer)
 
     assert (error.value.reason, error.value.field) == ("PROMPT_TOO_LONG", "text")
-    encode.assert_called_once_with("x" * most)
+    encode.assert_called_once_with("x" * most, adds_special=True)
 
 
 async def test_the_longest_prompt_leaves_room_for_one_token():

@@ -17,6 +17,7 @@ from protos.transport.limits import PortLimits
 from router.api.constraints import build_grammar
 from router.client import (
     Cancelled,
+    Chat,
     Client,
     Completion,
     Delta,
@@ -28,6 +29,7 @@ from router.client import (
     TokenLogprob,
     Unavailable,
 )
+from router.client.messages import to_chat
 from router.errors import NotReady, QueueFull
 from router.requests.request import FinishReason, OutputOptions, SamplingParams, StopConditions
 from tests.router.support.calls import SAMPLING
@@ -181,6 +183,29 @@ async def test_constraints_reach_the_engine(
     option: Any = {"json_object" if given is True else kind: given}
     await either.complete([5], max_tokens=1, **option)
     assert (await engines.arrivals.get()).grammar == build_grammar(kind, text)
+
+
+async def test_a_chat_reaches_the_router_as_it_was_given(
+    engines: FakeEngines, either: Client | Many
+):
+    call = {"id": "7", "function": {"name": "add", "arguments": {"y": 2, "x": 1}}}
+    chat = Chat(
+        messages=[
+            {"role": "user", "content": "2+1?"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "3", "tool_call_id": "7"},
+        ],
+        tools=[{"type": "function", "function": {"name": "add"}}],
+        template_arguments={"thinks": False},
+    )
+    message = to_chat(chat)
+    assert message.messages[1].tool_calls[0].arguments == '{"y": 2, "x": 1}'
+    assert not message.messages[1].HasField("content")
+    assert message.tools[0] == '{"type": "function", "function": {"name": "add"}}'
+    assert message.template_arguments == '{"thinks": false}'
+    assert not message.HasField("add_generation_prompt")
+    with pytest.raises(Rejected, match="no chat template"):
+        await either.complete(chat)
 
 
 async def test_an_option_that_does_not_exist_is_a_mistake_at_once(either: Client | Many):

@@ -1,0 +1,181 @@
+"""Chats as texts, by the chat template of the checkpoint.
+
+A template is a program: it came with the checkpoint, and what callers send says how long it runs. It runs
+in a process of its own (chat_worker.py), with bounded processor time and memory: in a thread of the
+router it could neither be stopped nor kept from the interpreter, which the router's loop needs. A chat of
+20 messages takes 0.2 ms there and back.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import structlog
+
+from protos.serving.v1 import serving_pb2
+from router.api.chat_worker import ANSWER, FAILED, INVALID, REQUEST, Settings, new_environment
+from router.errors import ChatTemplateFailed, InvalidRequest
+
+log = structlog.stdlib.get_logger(__name__)
+
+MAX_TEMPLATE_BYTES = 1 << 20
+MAX_WORKERS = 2  # which render at once; further chats wait for them
+WORKER = "router.api.chat_worker"
+
+
+def read_templates(folder: Path, file: Path | None, timeout_s: float) -> Settings | None:
+    """Returns a checkpoint's chat templates and special tokens; None if it has no template.
+
+    Args:
+        folder: Of the checkpoint.
+        file: A template to use instead of its own.
+        timeout_s: Processor time that a chat may take.
+
+    Raises:
+        OSError: A file cannot be read.
+        ValueError: One is no template, or is too long.
+    """
+    config = _read_json(folder / "tokenizer_config.json")
+    sources, origin = config.get("chat_template"), str(folder / "tokenizer_config.json")
+    own = folder / "chat_template.jinja"
+    if file is None and own.is_file():
+        file = own
+    if file is not None:
+        sources, origin = file.read_text(), str(file)
+    if not sources:
+        return None
+    if isinstance(sources, list):
+        sources = {each["name"]: each["template"] for each in sources}
+        if "default" not in sources:
+            raise ValueError(
+                f"chat_template: {origin} names {sorted(sources)} but no 'default'; give a file"
+            )
+    else:
+        sources = {"default": sources}
+    for source in sources.values():
+        if (size := len(source.encode())) > MAX_TEMPLATE_BYTES:
+            raise ValueError(
+                f"chat_template: that of {origin} has {size} bytes; at most {MAX_TEMPLATE_BYTES} fit"
+            )
+        try:
+            new_environment().parse(source)
+        except Exception as error:  # also recursion that is too deep
+            raise ValueError(
+                f"chat_template: that of {origin} is none: {error}; give another one"
+            ) from error
+    special = {**_read_json(folder / "special_tokens_map.json"), **config}
+    tokens = {
+        name: value["content"] if isinstance(value, dict) else value
+        for name, value in special.items()
+        if name.endswith("_token") and isinstance(value, str | dict)
+    }
+    return Settings(sources, tokens, timeout_s)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"tokenizer: {path} is no JSON: {error}") from error
+    return values if isinstance(values, dict) else {}
+
+
+class _Worker(NamedTuple):
+    """A process that renders, and its ends of the pipes."""
+
+    process: Process
+    stdin: asyncio.StreamWriter
+    stdout: asyncio.StreamReader
+
+    async def ask(self, data: bytes, max_chars: int) -> tuple[bytes, bytes]:
+        self.stdin.write(REQUEST.pack(len(data), max_chars) + data)
+        await self.stdin.drain()
+        kind, size = ANSWER.unpack(await self.stdout.readexactly(ANSWER.size))
+        return kind, await self.stdout.readexactly(size)
+
+
+class ChatRenderer:
+    """Makes texts of chats, in processes that start when there is something to do.
+
+    Args:
+        settings: The templates.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._room = asyncio.Semaphore(MAX_WORKERS)
+        self._workers: list[_Worker] = []
+        self._idle: list[_Worker] = []
+
+    async def render(self, chat: serving_pb2.Chat, max_chars: int) -> str:
+        """Returns a chat's text; of one that is longer than may be, the beginning, which is, too.
+
+        Raises:
+            InvalidRequest: A field of the chat is wrong.
+            ChatTemplateFailed: The template makes no text of it.
+        """
+        # A caller that leaves must not leave a worker behind that is still at work.
+        data = chat.SerializeToString()
+        return await asyncio.shield(asyncio.create_task(self._render(data, max_chars)))
+
+    async def close(self) -> None:
+        """Ends the processes."""
+        for worker in self._workers:
+            if worker.process.returncode is None:
+                worker.process.kill()
+            await worker.process.wait()
+
+    async def _render(self, data: bytes, max_chars: int) -> str:
+        async with self._room:
+            worker = self._take_idle() or await self._start()
+            try:
+                kind, answer = await worker.ask(data, max_chars)
+            except (asyncio.IncompleteReadError, ConnectionError):
+                raise await self._lost(worker) from None
+            self._idle.append(worker)
+        if kind == INVALID:
+            raise InvalidRequest(*json.loads(answer))
+        if kind == FAILED:
+            raise ChatTemplateFailed(answer.decode(errors="replace"))
+        return answer.decode(errors="replace")
+
+    def _take_idle(self) -> _Worker | None:
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.process.returncode is None:
+                return worker
+            self._workers.remove(worker)  # somebody ended it
+        return None
+
+    async def _start(self) -> _Worker:
+        paths = os.pathsep.join(filter(None, sys.path))
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", WORKER),
+            stdin=PIPE,
+            stdout=PIPE,
+            env={**os.environ, "PYTHONPATH": paths},
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        worker = _Worker(process, process.stdin, process.stdout)
+        self._workers.append(worker)
+        settings = json.dumps(self._settings._asdict()).encode()
+        worker.stdin.write(REQUEST.pack(len(settings), 0) + settings)
+        return worker
+
+    async def _lost(self, worker: _Worker) -> ChatTemplateFailed:
+        """Returns why a worker ended in the midst of a chat."""
+        self._workers.remove(worker)
+        code = await worker.process.wait()
+        log.warning("chat_worker_ended", code=code)
+        if code == -signal.SIGPROF:
+            timeout_s = self._settings.timeout_s
+            return ChatTemplateFailed(f"it takes more than {timeout_s:g} s of processor time")
+        return ChatTemplateFailed(f"its process ended with code {code}")
