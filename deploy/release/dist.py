@@ -16,6 +16,7 @@ import tarfile
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from gzip import GzipFile
 from pathlib import Path
 
 from protos import __version__
@@ -53,9 +54,12 @@ def build_wheel(folder: Path) -> Path:
 
 
 def build_archive(folder: Path) -> Path:
-    """Returns the path of the archive of .proto files, which it writes."""
+    """Returns the path of the archive of .proto files, which it writes: the same bytes each time."""
     path = folder / f"lockstep-protos-{__version__}.tar.gz"
-    with tarfile.open(path, "w:gz") as archive:
+    with (
+        GzipFile(path, "wb", mtime=0) as compressed,
+        tarfile.open(fileobj=compressed, mode="w") as archive,
+    ):
         for source in PUBLIC_API:
             data = (ROOT / source).read_bytes()
             entry = tarfile.TarInfo(f"lockstep-protos-{__version__}/{source}")

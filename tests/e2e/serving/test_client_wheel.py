@@ -1,6 +1,7 @@
 """Application teams install the client's wheel beside grpcio and protobuf, and nothing else of ours."""
 
 import asyncio
+import json
 import re
 import subprocess
 import sys
@@ -54,6 +55,48 @@ async def test_the_readmes_examples_run_with_the_wheel(
     assert "42" in output.decode()
 
 
+async def test_a_batch_that_was_killed_goes_on_with_each_line_once(
+    stack: LocalStack, installed: Path, tmp_path: Path
+):
+    """It is one of the wheel's, with nothing but grpcio and protobuf beside it."""
+    body = {"max_tokens": 8, "temperature": 0}
+    prompts = {f"line {number}": f"\n{number}+25=" for number in range(40)}
+    lines = [
+        {"custom_id": name, "method": "POST", "url": "/v1/completions",
+         "body": {"prompt": prompt} | body}
+        for name, prompt in prompts.items()
+    ]  # fmt: skip
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(json.dumps(line) for line in lines))
+    command = [sys.executable, "-S", "-m", "lockstep_client.batch", str(source), str(target)]
+
+    async def start(window: int) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *(*command, "--router", stack.address, "--window", str(window)),
+            cwd=installed.parent,
+            env={"PYTHONPATH": str(installed)},
+            stderr=subprocess.PIPE,
+        )
+
+    first = await start(window=1)
+    while not target.exists() or b"\n" not in target.read_bytes():
+        await asyncio.sleep(0.005)
+    first.kill()
+    await first.communicate()
+    assert 0 < len(target.read_text().splitlines()) < len(lines)
+
+    second = await start(window=64)
+    _, said = await second.communicate()
+    assert second.returncode == 0, said.decode()
+    assert f"{len(lines)} of {len(lines)} lines, 0 with an error" in said.decode()
+    outputs = [json.loads(line) for line in target.read_text().splitlines()]
+    assert sorted(output["custom_id"] for output in outputs) == sorted(prompts)
+    async with stack.client() as client:
+        for output in outputs[::13]:
+            expected = await client.complete(prompts[output["custom_id"]], max_tokens=8)
+            assert output["response"]["body"]["choices"][0]["text"] == expected.text
+
+
 def test_the_wheel_is_typed_and_says_what_it_needs(installed: Path):
     [wheel] = [each for each in distributions(path=[str(installed)]) if each.files]
     assert isinstance(wheel, Distribution)
@@ -67,8 +110,10 @@ def test_the_wheel_is_typed_and_says_what_it_needs(installed: Path):
     assert {name.split("/")[0].split("-")[0] for name in names} == {"lockstep_client"}
 
 
-def test_the_archive_has_the_public_api(tmp_path: Path):
-    with tarfile.open(build_archive(tmp_path)) as archive:
+def test_the_archive_has_the_public_api_and_no_time(tmp_path: Path):
+    path = build_archive(tmp_path)
+    assert path.read_bytes()[4:8] == bytes(4), "gzip's header would have the time of building"
+    with tarfile.open(path) as archive:
         folder = f"lockstep-protos-{__version__}"
         file = archive.extractfile(f"{folder}/protos/serving/v1/serving.proto")
         assert file is not None

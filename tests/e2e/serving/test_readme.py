@@ -12,6 +12,7 @@ from deploy.local.processes import ROOT
 from executor.__main__ import main as executor_main
 from protos.serving.v1 import serving_pb2
 from router.__main__ import main as router_main
+from router.client.batch import argument_parser as batch_parser
 from router.top import main as top_main
 
 READMES = {
@@ -22,6 +23,7 @@ ALL = "\n".join(READMES.values())
 EXAMPLES = re.findall(r"```python\n(.*?)```", ALL, re.DOTALL)
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 PROGRAMS = (router_main, executor_main, top_main)
+FLAG = re.compile(r"(?<![\w-])--[a-z0-9]+(?:-[a-z0-9]+)*\b(?!-\*)")
 # Lines that run other programs, whose flags are not ours.
 FOREIGN = re.compile(r"(pip|smg|docker|kubectl|grpcurl|curl|docker compose|promtool|openssl) ")
 
@@ -34,7 +36,8 @@ def own_text() -> str:
 
 def test_every_flag_that_is_named_exists():
     flags = {flag for main in PROGRAMS for option in main.params for flag in option.opts}
-    named = set(re.findall(r"(?<![\w-])--[a-z0-9]+(?:-[a-z0-9]+)*\b(?!-\*)", own_text()))
+    flags |= set(FLAG.findall(batch_parser().format_help()))
+    named = set(FLAG.findall(own_text()))
 
     # Of every program, of the demo, of the attacks, of benches, of SMG, of docker build.
     named -= {"--help", "--speculative", "--only", "--envoy", "--require", "--model-path"}
@@ -87,5 +90,5 @@ def test_every_method_and_target_that_is_named_exists():
 
     for method in re.findall(rf"{service.full_name}/(\w+)", ALL):
         assert method in service.methods_by_name
-    for target in re.findall(r"(?:`|^ {4})make ([a-z]+)\b", ALL, re.MULTILINE):
+    for target in re.findall(r"(?:`|^ {4})make ([a-z-]+)\b", ALL, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
