@@ -41,9 +41,6 @@ class CallerSettings:
     max_caller_share: float = setting(0.9, Rule("more than 0, at most 1", lambda x: 0 < x <= 1))
     """Share of the waiting queue, by sequences and by tokens, that one caller may fill, where callers
     are told apart."""
-    caller_step_s: float = setting(0.1, at_least(0))
-    """Seconds of waiting by which each sequence that a caller has waiting sets its next request back,
-    where callers are told apart."""
 
     @property
     def is_cache_shared(self) -> bool:

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from protos.executor.sampling_fields import SAMPLING_FIELDS
 from protos.transport.errors import RpcError
 from protos.transport.interceptors import Caller
+from router.requests.flows import NO_FLOW, Flow
 
 if TYPE_CHECKING:
     from router.scheduling.sequence_table import SequenceTable
@@ -151,9 +152,8 @@ class Request:
         cache_salt: What the names of its blocks begin with (block_pool.py).
         hides_cached: Whether its caller is not told how much the prefix cache had.
         grammar: What its outputs keep to, as executors get it; empty: nothing.
-        priority_key: Its order among all that run, set on submission: less is preempted last.
-        turn_time: The first part of its order among all that wait, set on submission: the same, and
-            later the longer its prompt takes.
+        turn: Its order among those of its caller, set on submission: seconds, and its number. Less is
+            bound first, and gives way last.
         expiry: The timer behind `deadline`.
     """
 
@@ -173,14 +173,12 @@ class Request:
     cache_salt: bytes = b""
     hides_cached: bool = False
     grammar: str = ""
-    priority_key: tuple[float, int] = field(init=False)
-    turn_time: float = field(init=False)
+    turn: tuple[float, int] = field(init=False)
     expiry: asyncio.TimerHandle | None = field(default=None, init=False)
     sequences: "list[Sequence]" = field(init=False)
 
     def __post_init__(self, n: int) -> None:
-        self.priority_key = (self.arrival_time, 0)
-        self.turn_time = self.arrival_time
+        self.turn = (self.arrival_time, 0)
         self.sequences = [Sequence(self, index) for index in range(n)]
 
     @property
@@ -238,6 +236,7 @@ class Sequence:
         logprobs: One per output token that the listener has not taken yet, if asked for.
         prompt_logprobs: One per prompt token from the second on, if asked for.
         block_hashes: Names of its full blocks, as far as anybody asked (block_pool.py).
+        flow: Its caller's in its group.
         suspicion: Set while its steps may be what executors die of (waiting_queue.py).
         num_clearings: How often it was suspected and cleared, while no executor was lost whose
             steps it was not in.
@@ -258,6 +257,7 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)
     group: int = 0
     dp_rank: int = 0
+    flow: Flow = NO_FLOW
     suspicion: Suspicion | None = None
     num_clearings: int = 0
     finish_reason: FinishReason | None = None
@@ -294,14 +294,14 @@ class Sequence:
         return (self.request.sampling.seed + self.index * 0x9E3779B97F4A7C15) % (1 << 64)
 
     @property
-    def order(self) -> tuple[float, int, int]:
-        """Sorts sequences that run: less is preempted last."""
-        return (*self.request.priority_key, self.index)
+    def turn(self) -> tuple[float, int, int]:
+        """Sorts sequences of a flow: less is bound first and gives way last."""
+        return (*self.request.turn, self.index)
 
     @property
-    def turn(self) -> tuple[float, int, int]:
-        """Sorts sequences that wait: less is bound first."""
-        return (self.request.turn_time, self.request.priority_key[1], self.index)
+    def order(self) -> tuple[bool, float, float, int, int]:
+        """Sorts bound sequences: less gives way last."""
+        return (*self.flow.last_key, *self.turn)
 
     @property
     def is_ended(self) -> bool:

@@ -1,4 +1,4 @@
-"""Waiting queue of one group: bounded, ordered by arrival, priority and caller, safe from poison.
+"""Waiting queue of one group: bounded, ordered by flow, priority and arrival, safe from poison.
 
 Priority is a head start in time. A request goes before all requests that came less than
 `priority_step_s` earlier for each level of priority that it has above theirs:
@@ -9,24 +9,22 @@ Priority is a head start in time. A request goes before all requests that came l
                                                                              a, c, b  at 9 s
 
 A high priority thus means a short wait, and no priority means an endless one: a request that has
-waited for as long as all levels are worth goes before all that come. What a caller has waiting already
-sets its next request back likewise, some time for each sequence, so that a flood delays its own caller
-most. Where step times are known, a prompt stands besides behind shorter ones for as long as it takes to
-run, times a weight: it delays them little, and by no more than that. The order of two requests never changes, so that the queue is a heap. Who
-is preempted goes by the order without lengths: no sequence is for a request that came later. `Quarantine` stands before the queue and holds back
-the sequences of lost steps.
+waited for as long as all levels are worth goes before all that come. Where step times are known, a
+prompt stands besides behind shorter ones for as long as it takes to run, times a weight: it delays them
+little, and by no more than that. So two requests of one caller have their turns for good, and those of
+callers that are told apart go by what each was given (`flows.py`). Who gives way is last in the same order.
+`Quarantine` stands before the queue and holds back the sequences of lost steps.
 """
 
-import heapq
 from bisect import insort
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from itertools import chain, count
 
 from protos.transport.interceptors import Caller
 from router.errors import QueueFull
 from router.requests.callers import DEFAULTS, CallerSettings
+from router.requests.flows import Line
 from router.requests.request import Request, Sequence, Suspicion
 
 PRIORITY_STEP_S = 10.0
@@ -41,18 +39,8 @@ MAX_PROOF_TOKENS = 1024
 _ARRIVALS = count(1)  # at any group: a request that moves keeps its place
 
 
-@dataclass(slots=True)
-class Held:
-    """What one caller has waiting."""
-
-    num_sequences: int = 0
-    num_tokens: int = 0
-
-
 class WaitingQueue:
     """Sequences that no rank runs yet, or runs no more because others needed its blocks.
-
-    A sequence that ended while it waited stays in the heap, uncounted, until it comes up.
 
     Args:
         max_sequences: Waiting at most; more are refused.
@@ -61,6 +49,9 @@ class WaitingQueue:
         priority_step_s: Seconds of waiting that one level of priority is worth; the same at every
             group. 0 is the order of arrival.
         callers: How callers that are told apart share the queue.
+
+    Attributes:
+        line: Their flows, and the order among them.
     """
 
     def __init__(
@@ -75,9 +66,8 @@ class WaitingQueue:
         self._max_tokens = max_tokens
         self._priority_step_s = priority_step_s
         self._callers = callers
-        self._held: dict[Caller, Held] = {}  # of callers that have something waiting
-        self._heap: list[tuple[float, int, int, Sequence]] = []
         self._waiting: set[Sequence] = set()
+        self.line = Line(self._waiting)
         self.num_tokens = 0
         self.num_urgent_tokens = 0  # of requests whose priority is not below 0
         self._token_s = 0.0
@@ -120,49 +110,40 @@ class WaitingQueue:
                 f"max_waiting_tokens={self._max_tokens}: try again in a second",
                 metadata={"value": self.num_tokens + num_tokens, "limit": self._max_tokens},
             )
-        held = self._check_share(request.caller, num_new, num_tokens)
-        head_start_s = request.priority * self._priority_step_s - held * self._callers.caller_step_s
-        request.priority_key = (request.arrival_time - head_start_s, next(_ARRIVALS))
-        request.turn_time = request.priority_key[0] + len(request.prompt) * self._token_s
+        self._check_share(request.caller, num_new, num_tokens)
+        behind_s = len(request.prompt) * self._token_s - request.priority * self._priority_step_s
+        request.turn = (request.arrival_time + behind_s, next(_ARRIVALS))
         for sequence in request.sequences:
             self.push(sequence)
 
-    def _check_share(self, caller: Caller, num_new: int, num_tokens: int) -> int:
-        """Returns how many sequences a caller has waiting; 0 where callers are not told apart."""
-        held, share = self._held.get(caller), self._callers.max_caller_share
-        if held is None:  # its first may be of any size
-            return 0
-        if held.num_sequences + num_new > share * self._max_sequences or (
-            held.num_tokens + num_tokens > share * self._max_tokens
+    def _check_share(self, caller: Caller, num_new: int, num_tokens: int) -> None:
+        flow, share = self.line.flow_of(caller), self._callers.max_caller_share
+        if not caller or not flow.num_waiting:  # its first may be of any size
+            return
+        if flow.num_waiting + num_new > share * self._max_sequences or (
+            flow.num_tokens + num_tokens > share * self._max_tokens
         ):
             raise QueueFull(
-                f"{held.num_sequences} sequences of {held.num_tokens} tokens wait for this caller; "
+                f"{flow.num_waiting} sequences of {flow.num_tokens} tokens wait for this caller; "
                 f"{num_new} of {num_tokens} more would exceed its share of the queue, "
                 f"max_caller_share={share:g}: try again in a second",
                 metadata={"limit": f"{share:g}"},
             )
-        return held.num_sequences
 
     def push(self, sequence: Sequence) -> None:
         """Queues a sequence by its request's priority. Preempted ones are never refused."""
         self._waiting.add(sequence)
         self.num_tokens += len(sequence.tokens)
         self.num_urgent_tokens += _num_urgent(sequence)
-        if caller := sequence.request.caller:
-            held = self._held.setdefault(caller, Held())
-            held.num_sequences += 1
-            held.num_tokens += len(sequence.tokens)
-        heapq.heappush(self._heap, (*sequence.turn, sequence))
+        self.line.push(sequence)
 
     def peek(self) -> Sequence | None:
         """Returns the first of the queue."""
-        while self._heap and self._heap[0][-1] not in self._waiting:
-            heapq.heappop(self._heap)
-        return self._heap[0][-1] if self._heap else None
+        return self.line.peek()
 
     def pop(self) -> Sequence:
         """Takes the first of the queue; `peek` has just returned it."""
-        sequence = heapq.heappop(self._heap)[-1]
+        sequence = self.line.pop()
         self._leave(sequence)
         return sequence
 
@@ -175,12 +156,7 @@ class WaitingQueue:
         self._waiting.remove(sequence)
         self.num_tokens -= len(sequence.tokens)
         self.num_urgent_tokens -= _num_urgent(sequence)
-        if caller := sequence.request.caller:
-            held = self._held[caller]
-            held.num_sequences -= 1
-            held.num_tokens -= len(sequence.tokens)
-            if not held.num_sequences:
-                del self._held[caller]
+        self.line.leave(sequence)
 
 
 def _num_urgent(sequence: Sequence) -> int:
@@ -228,6 +204,10 @@ class Quarantine:
     def num_urgent_tokens(self) -> int:
         return self._others.num_urgent_tokens + sum(map(_num_urgent, self._suspects))
 
+    @property
+    def line(self) -> Line:
+        return self._others.line
+
     def order_by_length(self, token_s: float) -> None:
         self._others.order_by_length(token_s)
 
@@ -245,6 +225,7 @@ class Quarantine:
         if sequence.suspicion is None:
             self._others.push(sequence)
             return
+        sequence.flow = self.line.flow_of(sequence.request.caller)
         self._running.discard(sequence)
         insort(self._suspects, sequence, key=_trial_order)
 
@@ -257,10 +238,10 @@ class Quarantine:
         suspect = self._suspects[0] if self._suspects else None
         if suspect is not None and not self._may_run(suspect, num_losses):
             suspect = None
-        # The order here is the order on the ranks too, or two sequences would preempt each other
-        # for ever.
         other = self._others.peek() if num_losses <= 1 else None
-        if suspect is None or (other is not None and other.order < suspect.order):
+        if suspect is None or (
+            other is not None and self.line.place_of(other) < self.line.place_of(suspect)
+        ):
             return other
         self._head = suspect
         return suspect
@@ -368,4 +349,4 @@ def _trial_order(suspect: Sequence) -> tuple[bool, int, float, int, int]:
     meanwhile, and then it was not the others.
     """
     is_old, num_losses = is_repeat_suspect(suspect), _num_losses(suspect)
-    return (is_old, num_losses if is_old else -num_losses, *suspect.order)
+    return (is_old, num_losses if is_old else -num_losses, *suspect.turn)

@@ -6,7 +6,7 @@ from collections.abc import Sequence as SequenceOf
 from router.scheduling.block_pool import CachedPrefix, PrefixCache
 from router.scheduling.sequence_table import SequenceTable
 from router.scheduling.step import GroupShape
-from router.scheduling.step_budget import Prices, Prompt
+from router.scheduling.step_budget import Prices, Prompt, Turn
 
 KV_STEPS = 20  # in which a rank's KV, once more, costs it and its neighbours the reading
 BEHIND = 0.25  # what a token of a prompt that runs later weighs against one that runs before
@@ -83,7 +83,7 @@ class RankLoads:
 
     def pick(
         self,
-        turn: tuple[float, int, int],
+        turn: Turn,
         num_tokens: int,
         cached: SequenceOf[CachedPrefix],
     ) -> int | None:

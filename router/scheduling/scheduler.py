@@ -57,6 +57,7 @@ from router.scheduling.step_budget import (
     Hold,
     Prices,
     Prompt,
+    Turn,
     Why,
     fill,
     open_budget,
@@ -110,7 +111,7 @@ class Scheduler:
         self.gate = DraftGate(settings)
         speculation = shape.speculation if self.gate.is_on else None
         self._shape = shape
-        self._waiting = waiting
+        self._waiting, self._line = waiting, waiting.line
         self._listeners = listeners
         self._settings = settings
         self._clock = clock
@@ -138,6 +139,8 @@ class Scheduler:
             return self.schedule() if has_lost and not self._leaving else None
         if limits is None and self._drafting is not None:
             limits = self._drafting.prepare(runs, chunks)
+        if self._line.are_many:
+            self._line.charge_decodes(self.table.flow.take(self.table.row_set(runs).rows))
         plan = self._builder.build(runs, chunks, limits)
         for chunk in chain.from_iterable(chunks):
             self._blocks.name(chunk.row)
@@ -174,6 +177,7 @@ class Scheduler:
         self.table.bound(row).progress.num_preemptions += 1
         self.num_preemptions[self.table.rank_of(row)] += 1
         self.table.status[row] = RowStatus.PREEMPTED
+        self._line.give_back(self.table.bound(row))
         self._leaving.append(row)
         self._free_left_rows()
 
@@ -185,6 +189,8 @@ class Scheduler:
 
     def abandon(self) -> None:
         """Returns every bound sequence to the waiting queue; the epoch is over."""
+        for row in self.table.live_rows().tolist():
+            self._line.give_back(self.table.bound(row))
         for sequence in self.table.sequences:
             if sequence is not None:
                 self._send_back(sequence)
@@ -238,6 +244,7 @@ class Scheduler:
 
     def _bound_prompts(self, rows: list[int]) -> list[list[Prompt]]:
         """Returns each rank's bound prompts in the order in which they run."""
+        self._line.plan += 1
         prompts: list[list[Prompt]] = [[] for _ in range(self._shape.dp_size)]
         for row in rows:
             prompts[self.table.rank_of(row)].append(self._prompt(row))
@@ -249,9 +256,14 @@ class Scheduler:
         """Returns what a row has to run; what it has run brings it forward."""
         table = self.table
         done = int(table.num_computed[row])
-        start, number, index = table.bound(row).turn
-        start -= self._seconds_behind(done)
-        return Prompt((start, number, index), int(table.num_extend[row]) - done, done, row)
+        turn = self._turn(table.bound(row), done)
+        return Prompt(turn, int(table.num_extend[row]) - done, done, row)
+
+    def _turn(self, sequence: Sequence, done: int = 0) -> Turn:
+        """Returns the place of a sequence of which so many tokens have run."""
+        start, number, index = sequence.turn
+        served = sequence.flow.standing(self._line.plan)
+        return served, start - self._seconds_behind(done), number, index
 
     def _seconds_behind(self, num_tokens: int) -> float:
         """Returns by how much so many tokens set a prompt back in the line."""
@@ -319,7 +331,7 @@ class Scheduler:
         num_tokens = len(sequence.tokens)  # once bound, its tokens are a whole row
         hashes = self._reusable_hashes(sequence)
         cached = [cache.match(hashes) for cache in self.caches]
-        rank = loads.pick(sequence.turn, num_tokens, cached)
+        rank = loads.pick(self._turn(sequence), num_tokens, cached)
         if rank is None:
             return False
         row = self._bind(self._waiting.pop(), rank, cached[rank])
@@ -340,25 +352,34 @@ class Scheduler:
         cache.pool.share(cached.blocks)
         cache.pool.share(cached.window_blocks)
         row, progress = self.table.bind(sequence, rank, cached), sequence.progress
+        num_cached = len(cached.blocks) * self._shape.block_size
+        is_new = progress.start_time is None
+        self._line.take(sequence, (sequence.num_prompt_tokens - num_cached) * is_new)
+        self.table.flow[row] = sequence.flow.number
         self._gaps.enter(row, progress.last_token_time)
-        if progress.start_time is None:
+        if is_new:
             progress.start_time = self._clock()
-            progress.num_cached_tokens = len(cached.blocks) * self._shape.block_size
+            progress.num_cached_tokens = num_cached
             cache.num_queried_tokens += sequence.num_prompt_tokens
             cache.num_hit_tokens += progress.num_cached_tokens
             self._measures.queue_s.observe(progress.start_time - sequence.request.arrival_time)
         return row
 
     def _preempt_for(self, sequence: Sequence) -> None:
-        """Preempts a sequence of lower priority, or of a caller that asks for more, for a waiting one."""
-        rows = self.table.live_rows()
+        """Preempts the last sequence of another flow, or of lower priority, for a waiting one before it."""
+        table, rows = self.table, self.table.live_rows()
         if self._leaving or not len(rows):
             return
-        victim, request = self.table.last_in_order(rows), sequence.request
-        last = self.table.bound(victim).request
-        is_less = last.priority < request.priority or last.caller != request.caller
-        if is_less and last.priority_key > request.priority_key:
-            self.preempt(victim)
+        flow, priority = self._line.flow_of(sequence.request.caller), sequence.request.priority
+        last = table.bound(table.last_in_order(rows))
+        if last.flow is not flow and last.order < (*flow.next_key, *sequence.turn):
+            rows = rows[table.flow.take(rows) == flow.number]
+            if not len(rows):
+                return
+            last = table.bound(table.last_in_order(rows))
+        is_less = last.request.priority < priority and last.turn > sequence.turn
+        if last.flow is not flow or is_less:
+            self.preempt(last.row)
 
     def _fill(
         self,
@@ -449,6 +470,7 @@ class Scheduler:
         self._gaps.leave(row)
         self.table.detach(sequence)
         if self.table.status[row] != RowStatus.PREEMPTED:
+            self._line.end(sequence)
             self._leaving.append(row)
         self.table.status[row] = RowStatus.ENDED
         self._on_end(sequence)

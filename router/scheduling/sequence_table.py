@@ -118,6 +118,7 @@ class SequenceTable:
         listener: int64 [R], index of its listener.
         is_columnar: bool [R], its listener takes its tokens as columns.
         tag: uint32 [R], what its listener calls it.
+        flow: int32 [R], number of its flow.
         block_table: int32 [R, max_blocks].
         window_block_table: int32 [R, max_blocks], for windowed layers; [R, 0] without any.
         num_past_blocks: int32 [R], columns of it that were given back, or that the row never had.
@@ -177,10 +178,10 @@ class SequenceTable:
         self.listener = np.zeros(num_rows, dtype=np.int64)
         self.is_columnar = np.zeros(num_rows, dtype=np.bool_)
         self.tag = np.zeros(num_rows, dtype=np.uint32)
+        self.flow = np.zeros(num_rows, dtype=np.int32)
         max_blocks = -(-max_model_len // block_size)
         self.block_table = np.zeros((num_rows, max_blocks), dtype=np.int32)
-        width = max_blocks if self.has_windows else 0
-        self.window_block_table = np.zeros((num_rows, width), dtype=np.int32)
+        self.window_block_table = np.zeros((num_rows, max_blocks * self.has_windows), np.int32)
         self.num_past_blocks = np.zeros(num_rows, dtype=np.int32)
         self.tokens = np.zeros((num_rows, max_model_len), dtype=np.int32)
         self.last_token = np.zeros(num_rows, dtype=np.int32)
@@ -193,10 +194,8 @@ class SequenceTable:
         self.flat_blocks = self.block_table.reshape(-1)
         self.flat_window_blocks = self.window_block_table.reshape(-1)
         self._last_mask, self._last_row_set = b"", RowSet(self.first_rows[:0], [], [], [])
-        self._free_rows = [
-            list(range((rank + 1) * rows_per_rank - 1, rank * rows_per_rank - 1, -1))
-            for rank in range(dp_size)
-        ]
+        starts = range(0, num_rows, rows_per_rank)
+        self._free_rows = [list(range(row, row + rows_per_rank))[::-1] for row in starts]
 
     def has_free_row(self, dp_rank: int) -> bool:
         return bool(self._free_rows[dp_rank])
@@ -241,8 +240,8 @@ class SequenceTable:
         assert sequence is not None
         return sequence
 
-    def order_of(self, row: int) -> tuple[float, int, int]:
-        """Sorts rows by priority and arrival: first to be scheduled, last to be preempted."""
+    def order_of(self, row: int) -> tuple[bool, float, float, int, int]:
+        """Sorts rows: less gives way last."""
         return self.bound(row).order
 
     def last_in_order(self, rows: Rows) -> int:

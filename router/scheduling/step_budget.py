@@ -66,17 +66,20 @@ class Prices(NamedTuple):
         return self.row + self.mean
 
 
+Turn = tuple[float, float, int, int]
+
+
 class Prompt(NamedTuple):
     """A bound prompt, in the order in which they run.
 
     Attributes:
-        turn: Its place in the line, in seconds.
+        turn: Its place in the line: what its flow was given, and then seconds.
         left: Tokens to run, at least one.
         done: Tokens before these.
         row: Of the sequence table.
     """
 
-    turn: tuple[float, int, int]
+    turn: Turn
     left: int
     done: int
     row: int

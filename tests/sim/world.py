@@ -190,6 +190,7 @@ class World:
             "priority": rng.choice([0, 0, 0, 5, -5]),
             "deadline": now + rng.uniform(0.05, 3) if rng.random() < 0.1 else None,
             "is_columnar": rng.random() < 0.3,
+            "caller": ((), ("one",), ("other",))[number % 3],
             **fields,
         }
         if "listener" not in settings:

@@ -66,6 +66,7 @@ class Lockstep:
             self._listener,
             job.num_output,
             priority=job.priority,
+            caller=(job.flow,) if job.flow else (),
             **fields,
         )
         self._waiting.submit(request)

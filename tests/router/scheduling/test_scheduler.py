@@ -337,11 +337,10 @@ def test_only_a_more_important_request_takes_the_place_of_a_running_one(priority
 
 
 @pytest.mark.parametrize("caller", ["flood", "other"])
-def test_another_callers_request_takes_the_place_of_one_that_was_set_back(caller: str) -> None:
+def test_a_callers_first_request_takes_the_place_of_anothers_second(caller: str) -> None:
     world = Stepper(make_shape(rows_per_rank=2))
     first, second = [world.submit([n] * 3, max_tokens=20, caller=("flood",)) for n in (1, 2)]
     world.step()
-    world.now = 0.05  # the second was set back by more
     late = world.submit([4, 5, 6], max_tokens=5, caller=(caller,))
     world.run(depth=2)
     assert_right(first, second, late)

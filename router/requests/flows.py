@@ -1,0 +1,238 @@
+"""Flows of one group, which share it by what they were given: whose sequence is next, and whose gives way.
+
+A flow is what one caller sends. Its counter grows by its prompts as they are bound and by its output as
+steps are planned. It holds a slot for each sequence that is bound, and a slot's key is what the counter was:
+
+    key of a flow's slots     first (0, counter), then (1, counter), (1, counter) ...
+    next                      the flow whose next slot has the least key; its first sequence by turn
+    gives way                 the flow whose last slot has the greatest key; its last sequence by turn
+
+So the order of giving way is that of service, backwards. A slot given up keeps its key for the next of its
+flow; it is given up for a lesser key, or for a lesser turn of its own flow. So with each preemption of a
+plan what is held only becomes less, plans end, and nothing that gave way goes before what it made way for.
+
+Flows that always wait get equal shares, by their weights, whatever they ask for. A flow that comes back
+starts where the one that was served last stood: idleness earns nothing. As a flow's first slot goes before
+others' further ones, it finds a place at once beside a flood. With one flow, nothing is counted.
+
+Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024; slots are of start-time fair
+queueing, Goyal et al., SIGCOMM 1996.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from protos.transport.interceptors import Caller
+
+if TYPE_CHECKING:
+    from router.requests.request import Sequence
+
+OUTPUT_WEIGHT = 2.0  # of an output token, in prompt tokens
+MIN_FORGET = 64  # flows, before idle ones are forgotten
+
+Key = tuple[bool, float]
+
+
+class Flow:
+    """One flow.
+
+    Attributes:
+        number: Of its rows in the sequence table.
+        served: Its counter, in prompt tokens over its weight.
+        num_held: Its slots, which are as many as its bound sequences.
+        num_waiting: Its sequences that wait.
+        num_tokens: Their tokens.
+        heap: These sequences by turn; ended ones stay until they come up.
+        entry: Number of its entry in the line; 0 while it has none.
+    """
+
+    def __init__(self, number: int, served: float) -> None:
+        self.number = number
+        self.served = served
+        self.weight = 1.0
+        self.num_held = self.num_waiting = self.num_tokens = self.entry = 0
+        self.heap: list[tuple[float, int, int, Sequence]] = []
+        self._grants: deque[float] = deque()  # ascending: of slots held, then of those given up
+        self._standing = (0, served)
+
+    @property
+    def next_key(self) -> Key:
+        """The key of the slot that it would get."""
+        is_returned = self.num_held < len(self._grants)
+        return self.num_held > 0, self._grants[self.num_held] if is_returned else self.served
+
+    @property
+    def last_key(self) -> Key:
+        """The key of the last slot that it holds."""
+        return self.num_held > 1, self._grants[self.num_held - 1] if self.num_held else 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.num_held and not self.num_waiting
+
+    def take(self) -> None:
+        """Notes that one of its sequences is bound."""
+        if self.num_held == len(self._grants):
+            self._grants.append(self.served)
+        self.num_held += 1
+
+    def give_back(self) -> None:
+        """Notes that one of them gave way."""
+        self.num_held -= 1
+
+    def end(self) -> None:
+        """Notes that one of them has ended. What it holds counts as got last."""
+        self._grants.popleft()
+        self.num_held -= 1
+
+    def forget_returned(self) -> None:
+        """Forgets slots that nothing waits for any more."""
+        while len(self._grants) > self.num_held:
+            self._grants.pop()
+
+    def standing(self, plan: int) -> float:
+        """Returns what its counter was when it was first asked for in a plan."""
+        if self._standing[0] != plan:
+            self._standing = plan, self.served
+        return self._standing[1]
+
+
+NO_FLOW = Flow(0, 0.0)
+
+
+class Line:
+    """All flows of a group, and the order among their waiting sequences.
+
+    Args:
+        waiting: The sequences that wait. Those that are not there are passed over.
+
+    Attributes:
+        plan: Number of the plan that is being made.
+    """
+
+    def __init__(self, waiting: "Collection[Sequence]") -> None:
+        self._waiting = waiting
+        self._flows: dict[Caller, Flow] = {}
+        self._by_number: list[Flow] = []
+        self._free: list[int] = []
+        self._heap: list[tuple[Key, tuple[float, int, int], int, Flow]] = []
+        self._num_entries = 0
+        self._level = 0.0  # counter of the flow that was served last, when it was
+        self._forget_at = MIN_FORGET
+        self.plan = 0
+
+    @property
+    def are_many(self) -> bool:
+        return len(self._flows) > 1
+
+    def __iter__(self) -> Iterator[tuple[Caller, Flow]]:
+        return iter(self._flows.items())
+
+    def flow_of(self, caller: Caller) -> Flow:
+        """Returns a caller's flow, which is made where there is none."""
+        flow = self._flows.get(caller)
+        if flow is None:
+            if len(self._flows) >= self._forget_at:
+                self._forget_idle()
+            number = self._free.pop() if self._free else len(self._by_number)
+            flow = self._flows[caller] = Flow(number, self._level)
+            self._by_number[number:] = [flow, *self._by_number[number + 1 :]]
+        return flow
+
+    def _forget_idle(self) -> None:
+        """Forgets flows that would come back as new ones do."""
+        for caller, flow in list(self._flows.items()):
+            if flow.is_idle and flow.served <= self._level:
+                del self._flows[caller]
+                self._free.append(flow.number)
+        self._forget_at = max(MIN_FORGET, 2 * len(self._flows))
+
+    # ---- waiting sequences
+
+    def push(self, sequence: "Sequence") -> None:
+        flow = sequence.flow = self.flow_of(sequence.request.caller)
+        if not flow.num_waiting:
+            flow.served = max(flow.served, self._level)
+        flow.num_waiting += 1
+        flow.num_tokens += len(sequence.tokens)
+        heapq.heappush(flow.heap, (*sequence.turn, sequence))
+        if flow.num_waiting == 1 or flow.heap[0][-1] is sequence:
+            self._enter(flow)
+
+    def leave(self, sequence: "Sequence") -> None:
+        """Notes that a sequence waits no more."""
+        flow = sequence.flow
+        flow.num_waiting -= 1
+        flow.num_tokens -= len(sequence.tokens)
+        if not flow.num_waiting:
+            flow.forget_returned()
+
+    def peek(self) -> "Sequence | None":
+        """Returns the first of all."""
+        while self._heap:
+            key, turn, entry, flow = self._heap[0]
+            first = self._first_of(flow)
+            if entry != flow.entry or first is None:
+                heapq.heappop(self._heap)
+            elif (key, turn) < (flow.next_key, first.turn):
+                heapq.heapreplace(self._heap, (flow.next_key, first.turn, entry, flow))
+            else:
+                return first
+        return None
+
+    def _first_of(self, flow: Flow) -> "Sequence | None":
+        heap = flow.heap
+        while heap and heap[0][-1] not in self._waiting:
+            heapq.heappop(heap)
+        return heap[0][-1] if heap else None
+
+    def pop(self) -> "Sequence":
+        """Takes the first, which `peek` has just returned."""
+        return heapq.heappop(self._heap[0][-1].heap)[-1]
+
+    def _enter(self, flow: Flow) -> None:
+        """Gives a flow its place, which may be before the one that it had."""
+        first = self._first_of(flow)
+        if first is not None:
+            self._num_entries += 1
+            flow.entry = self._num_entries
+            heapq.heappush(self._heap, (flow.next_key, first.turn, flow.entry, flow))
+
+    def place_of(self, sequence: "Sequence") -> tuple[Key, tuple[float, int, int]]:
+        """Sorts sequences that are first of their flows."""
+        return self.flow_of(sequence.request.caller).next_key, sequence.turn
+
+    # ---- slots
+
+    def take(self, sequence: "Sequence", num_tokens: int) -> None:
+        """Notes that a sequence is bound that has so many tokens to run that never ran before."""
+        flow = sequence.flow = self.flow_of(sequence.request.caller)
+        flow.take()
+        self._level = max(self._level, flow.served)
+        if self.are_many:
+            flow.served += num_tokens / flow.weight
+
+    def give_back(self, sequence: "Sequence") -> None:
+        """Notes that a bound sequence gave way."""
+        sequence.flow.give_back()
+        self._enter(sequence.flow)
+
+    def end(self, sequence: "Sequence") -> None:
+        """Notes that a bound sequence has ended."""
+        flow = sequence.flow
+        key = flow.next_key
+        flow.end()
+        if flow.next_key < key:
+            self._enter(flow)
+
+    def charge_decodes(self, numbers: npt.NDArray[np.int32]) -> None:
+        """Counts a token for each decode, by its flow's number."""
+        for number, count in enumerate(np.bincount(numbers).tolist()):
+            if count:
+                flow = self._by_number[number]
+                flow.served += OUTPUT_WEIGHT * count / flow.weight
