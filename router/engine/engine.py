@@ -248,6 +248,13 @@ class Engine:
             sequence.group = self.group
         self._has_work.set()
 
+    def num_tokens_with(self, request: Request) -> int:
+        """Returns the tokens that it would have to run until a new request's first token, at most."""
+        sequence = next(s for s in request.sequences if not s.is_ended)
+        if self._scheduler is None:
+            return self.waiting.num_tokens + len(sequence.tokens)
+        return self.waiting.num_tokens + self._scheduler.num_left_tokens(sequence)
+
     def waiting_requests(self) -> list[Request]:
         """Returns the requests that wait; while the group is down, all of its live ones."""
         return list(dict.fromkeys(sequence.request for sequence in self.waiting))
@@ -258,7 +265,6 @@ class Engine:
         for sequence in request.sequences:
             if not sequence.is_ended:
                 self.waiting.discard(sequence)
-                sequence.block_hashes.clear()  # the other's blocks may be of another size
                 sequence.group = other.group
                 other.waiting.push(sequence)
         other._has_work.set()

@@ -149,14 +149,19 @@ class Engines:
             request.expiry = loop.call_at(request.deadline, self._expire, request)
 
     def _pick_engine(self, engines: SequenceOf[Engine], request: Request) -> Engine:
-        """Returns the engine that has least to do, of those that can step if there are any."""
+        """Returns the engine that has least to run first, of those that can step if there are any.
+
+        That is what waits there, and what of the prompt its caches do not have.
+        """
+        if len(engines) == 1:
+            return engines[0]
         return min(
             engines,
             key=lambda e: (
                 not self._fits(e, request),
                 not e.is_ready,
                 not e.waiting.has_room,
-                e.waiting.num_tokens,
+                e.num_tokens_with(request),
                 e.num_running,
                 e.group,
             ),

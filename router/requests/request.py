@@ -236,6 +236,7 @@ class Sequence:
         logprobs: One per output token that the listener has not taken yet, if asked for.
         prompt_logprobs: One per prompt token from the second on, if asked for.
         block_hashes: Names of its full blocks, as far as anybody asked (block_pool.py).
+        hashed_size: Tokens of these blocks.
         flow: Its caller's in its group.
         suspicion: Set while its steps may be what executors die of (waiting_queue.py).
         num_clearings: How often it was suspected and cleared, while no executor was lost whose
@@ -255,6 +256,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     progress: Progress = field(default_factory=Progress)
     block_hashes: list[bytes] = field(default_factory=list)
+    hashed_size: int = 0
     group: int = 0
     dp_rank: int = 0
     flow: Flow = NO_FLOW

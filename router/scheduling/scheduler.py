@@ -340,11 +340,23 @@ class Scheduler:
 
     def _reusable_hashes(self, sequence: Sequence) -> list[BlockHash]:
         """Names of the blocks that it could share: all full ones but the last token's."""
+        hashes, tokens, block_size = sequence.block_hashes, sequence.tokens, self._shape.block_size
+        if sequence.hashed_size != block_size:  # by another group
+            hashes.clear()
+            sequence.hashed_size = block_size
         if sequence.needs_prompt_logprobs:
             return []
-        hashes, tokens, block_size = sequence.block_hashes, sequence.tokens, self._shape.block_size
         extend_block_hashes(hashes, tokens, block_size, sequence.request.cache_salt)
         return hashes[: (len(tokens) - 1) // block_size]
+
+    def num_left_tokens(self, sequence: Sequence) -> int:
+        """Returns prompt tokens that bound sequences and a new one, whose prefix is cached, have to run."""
+        hashes, table = self._reusable_hashes(sequence), self.table
+        num_cached = self._shape.block_size * max(cache.estimate(hashes) for cache in self.caches)
+        num_bound = np.sum(
+            (table.num_extend - table.num_computed)[table.status == RowStatus.EXTEND]
+        )
+        return int(num_bound) + len(sequence.tokens) - num_cached
 
     def _bind(self, sequence: Sequence, rank: int, cached: CachedPrefix) -> int:
         """Gives a sequence a row of a rank, which it returns."""

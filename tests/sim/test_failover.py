@@ -77,6 +77,33 @@ async def test_what_waits_goes_to_another_group_at_once_and_what_ran_if_its_own_
 
 
 @on_virtual_clock
+async def test_a_prompt_goes_where_it_is_cached_unless_more_waits_there_than_that_saves() -> None:
+    world = World(random.Random(1), num_groups=2, shape=make_shape())
+    long, other = world.tokens(40), world.tokens(8)
+
+    async def groups_for(*prompts: list[int]) -> list[int]:
+        requests = []
+        for prompt in prompts:
+            fields = {"stop": StopConditions(max_tokens=1), "n": 1, "deadline": None}
+            requests.append(world.make_request(len(requests), prompt=prompt, **fields))
+            world.engines.submit(requests[-1])
+        while any(request.is_live for request in requests):
+            await requests[0].listener.wait()
+            await asyncio.sleep(0.01)
+        for request in requests:
+            world.engines.listeners.close(request.listener)
+        return [request.sequences[0].group for request in requests]
+
+    async def client() -> None:
+        assert await groups_for(other, long) == [0, 1]
+        assert await groups_for(long) == [1]
+        # 40 tokens wait at either, and 4 of the long one are to run at 1; then 80 wait there.
+        assert await groups_for(world.tokens(40), world.tokens(40), long, long) == [0, 1, 1, 0]
+
+    await world.run_clients([client()])
+
+
+@on_virtual_clock
 async def test_after_a_loss_sequences_that_ran_begin_again_in_parts() -> None:
     sizes = {"num_blocks": 300, "rows_per_rank": 16, "max_num_batched_tokens": 1000}
     world = World(random.Random(1), shape=make_shape(max_num_logits=100, **sizes))
