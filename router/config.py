@@ -1,17 +1,19 @@
 """Settings of a router, checked once at start and never changed after."""
 
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from protos.settings import ON_OFF, Rule, above, at_least, setting
-from protos.transport.port import ServiceConfig
+from protos.transport.port import ServiceConfig, check_files
 from router.engine.engine import EngineSettings
 from router.executors.discovery import check_addresses
 from router.executors.group import GroupSettings
 from router.executors.security import ExecutorSecurity
 from router.requests.callers import CallerSettings
+from router.requests.flow_limits import read_flow_limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +75,8 @@ class RouterConfig(EngineSettings, GroupSettings, CallerSettings, ExecutorSecuri
                 "vllm_engine=on: the package smg-grpc-proto is not installed; install it with "
                 "pip install smg-grpc-proto, or leave the service off"
             )
+        if self.flow_limits is not None:
+            check_files("flow_limits", partial(read_flow_limits, self.flow_limits))
         if self.otlp_endpoint is not None:
             _check_otlp_endpoint(self.otlp_endpoint)
         if self.tokenizer_file is not None:

@@ -67,7 +67,7 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
         self, request: serving_pb2.GenerateRequest, context: Context
     ) -> None:
         async with abort_on_error(context, name_request(request)):
-            caller, timeout_s = caller_of(context), context.time_remaining()
+            caller, timeout_s = self.flow_of(context), context.time_remaining()
             await self.run(request, context.write, caller=caller, call_timeout_s=timeout_s)
 
     async def GenerateMany(  # type: ignore[override]
@@ -75,7 +75,7 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
     ) -> None:
         async with abort_on_error(context):
             with self._open_listener() as listener:
-                caller, settings = caller_of(context), self._settings
+                caller, settings = self.flow_of(context), self._settings
                 call = ManyCall(self._engines, self._tokenizer, listener, caller, settings)
                 await call.run(request_iterator, context.write)
 
@@ -84,7 +84,7 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
     ) -> serving_pb2.CompleteResponse:
         whole = Whole()
         async with abort_on_error(context, name_request(request)):
-            caller, timeout_s = caller_of(context), context.time_remaining()
+            caller, timeout_s = self.flow_of(context), context.time_remaining()
             await self.run(request, whole.add, caller=caller, call_timeout_s=timeout_s)
         return whole.answer()
 
@@ -122,7 +122,7 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
     ) -> serving_pb2.CancelResponse:
         async with abort_on_error(context):
             self._check(request)
-            found = self._engines.find(caller_of(context), request.request_id)
+            found = self._engines.find(self.flow_of(context), request.request_id)
             if found is None:
                 raise RequestNotFound(request.request_id)
             self._engines.cancel(found)
@@ -142,6 +142,13 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
         async with abort_on_error(context):
             self._check(request)
         return self.status(context)
+
+    def flow_of(self, context: Context) -> Caller:
+        """Returns the flow that a call's requests are of."""
+        caller, settings = caller_of(context), self._settings
+        if settings.flow_metadata is None:
+            return caller
+        return settings.flow_of(caller, context.invocation_metadata() or ())
 
     def _check(self, request: Message) -> None:
         with self._engines.measures.counting_refusals():

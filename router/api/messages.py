@@ -115,7 +115,7 @@ async def read_request(
             limit=MAX_REQUEST_ID_LEN,
         )
     _check_range("n", message.n, 0, MAX_N)
-    _check_range("priority", message.priority, MIN_PRIORITY, settings.max_priority)
+    _check_range("priority", message.priority, MIN_PRIORITY, settings.max_priority_of(caller))
     timeout_s = _read_timeout(message, call_timeout_s)
     sampling = _read_sampling(message.sampling, model)
     output = _read_output(message, tokenizer)

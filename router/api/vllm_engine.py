@@ -23,7 +23,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError, abort_on_error
-from protos.transport.interceptors import Caller, caller_of
+from protos.transport.interceptors import Caller
 from router.api.generate import GenerationServicer
 from router.api.messages import name_request, served
 from router.api.vllm_messages import (
@@ -95,7 +95,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     async def Generate(self, request: Message, context: Context) -> None:
         call = asyncio.current_task()
         assert call is not None, "gRPC runs each call in a task"
-        name = (caller_of(context), request.request_id)
+        name = (self._generation.flow_of(context), request.request_id)
         if request.request_id:  # else nobody can name it
             self._calls.setdefault(name, call)
         try:
@@ -119,14 +119,14 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
                 await context.write(answer)
 
         try:
-            caller, timeout_s = caller_of(context), context.time_remaining()
+            caller, timeout_s = self._generation.flow_of(context), context.time_remaining()
             await self._generation.run(message, write, caller=caller, call_timeout_s=timeout_s)
         except Cancelled:  # an aborted request ends well, and is not sent again
             for answer in answers.abort():
                 await context.write(answer)
 
     async def Abort(self, request: Message, context: Context) -> Message:
-        loop, caller = asyncio.get_running_loop(), caller_of(context)
+        loop, caller = asyncio.get_running_loop(), self._generation.flow_of(context)
         for request_id in request.request_ids:
             found = self._engines.find(caller, request_id)
             if found is not None:

@@ -28,6 +28,7 @@ from router.requests.flows import Line
 from router.requests.request import Request, Sequence, Suspicion
 
 PRIORITY_STEP_S = 10.0
+FLOW_SHARE = 0.9  # of the queue, for a flow without a limit
 
 PARTS = 8  # that suspects of one kind are tried in
 PROOF_TOKENS = 4  # a step of prompts, and decodes: whichever of them might be fatal
@@ -110,25 +111,44 @@ class WaitingQueue:
                 f"max_waiting_tokens={self._max_tokens}: try again in a second",
                 metadata={"value": self.num_tokens + num_tokens, "limit": self._max_tokens},
             )
-        self._check_share(request.caller, num_new, num_tokens)
+        self._check_flow(request.caller, num_new, num_tokens)
         behind_s = len(request.prompt) * self._token_s - request.priority * self._priority_step_s
         request.turn = (request.arrival_time + behind_s, next(_ARRIVALS))
         for sequence in request.sequences:
             self.push(sequence)
 
-    def _check_share(self, caller: Caller, num_new: int, num_tokens: int) -> None:
-        flow, share = self.line.flow_of(caller), self._callers.max_caller_share
-        if not caller or not flow.num_waiting:  # its first may be of any size
+    def _check_flow(self, caller: Caller, num_new: int, num_tokens: int) -> None:
+        """Refuses more than a flow may have waiting; its first request may be of any size."""
+        if not caller:
             return
-        if flow.num_waiting + num_new > share * self._max_sequences or (
-            flow.num_tokens + num_tokens > share * self._max_tokens
+        flow, limits = self.line.flow_of(caller), self._callers.limits_of(caller)
+        flow.weight = limits.weight
+        for what, num_waiting, num_more, own, given, bound in (
+            (
+                "sequences",
+                flow.num_waiting,
+                num_new,
+                limits.max_waiting_sequences,
+                self._callers.max_flow_waiting_sequences,
+                self._max_sequences,
+            ),
+            (
+                "tokens",
+                flow.num_tokens,
+                num_tokens,
+                limits.max_waiting_tokens,
+                self._callers.max_flow_waiting_tokens,
+                self._max_tokens,
+            ),
         ):
-            raise QueueFull(
-                f"{flow.num_waiting} sequences of {flow.num_tokens} tokens wait for this caller; "
-                f"{num_new} of {num_tokens} more would exceed its share of the queue, "
-                f"max_caller_share={share:g}: try again in a second",
-                metadata={"limit": f"{share:g}"},
-            )
+            most = (given or int(FLOW_SHARE * bound)) if own is None else own
+            if flow.num_waiting and num_waiting + num_more > most:
+                name = "/".join(caller)
+                raise QueueFull(
+                    f"{num_waiting} {what} of the flow {name} wait and {num_more} more would exceed "
+                    f"max_flow_waiting_{what}={most}: try again in a second",
+                    metadata={"flow": name, "value": num_waiting + num_more, "limit": most},
+                )
 
     def push(self, sequence: Sequence) -> None:
         """Queues a sequence by its request's priority. Preempted ones are never refused."""

@@ -28,7 +28,6 @@ from protos.transport.limits import PortLimits
 from router.api.generate import GenerationServicer
 from router.engine.engine import Engine
 from router.engine.engines import Engines
-from router.requests.callers import CallerSettings
 from router.requests.request import Listeners
 from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.step import GroupInfo, InFlight, RankResult, ServedModel, StepResult
@@ -85,8 +84,7 @@ class TimerExecutors:
 def timer_engines(step_s: float, num_rows: int, max_listeners: int) -> tuple[Engines, Engine]:
     """Returns engines whose only group has so many rows, and as many sequences may wait."""
     engines = Engines(Listeners(max_listeners))
-    alone = CallerSettings(max_caller_share=1.0)
-    waiting = WaitingQueue(max_sequences=num_rows, max_tokens=10**9, callers=alone)
+    waiting = WaitingQueue(max_sequences=num_rows, max_tokens=10**9)
     executors = TimerExecutors(step_s, num_rows)
     return engines, drive_group(engines, executors, waiting, min_chunk_tokens=512, retry_delay_s=1)
 

@@ -46,7 +46,7 @@ async def front(folder: Path) -> AsyncIterator[Front]:
     tokens = folder / "tokens"
     lines = [f"mine {TOKENS['mine']}", TOKENS["other"], f"ops {TOKENS['ops']}"]
     tokens.write_text("\n".join(lines))
-    engines, settings = FakeEngines(), CallerSettings(operators="ops")
+    engines, settings = FakeEngines(), CallerSettings(operators="ops", flow_metadata="x-user")
     servicer = GenerationServicer(engines, None, "1", settings)  # type: ignore[arg-type]
     gateways = VllmEngineServicer(servicer, engines, None, "1", is_ready=lambda: False)  # type: ignore[arg-type]
     services = generation(servicer), partial(add_vllm_engine, servicer=gateways)
@@ -88,6 +88,24 @@ async def test_a_foreign_request_is_answered_as_one_that_is_not_there(tmp_path: 
         assert request.is_live
 
         await served.own.Cancel(pb.CancelRequest(request_id="order-17"), **by("mine"))
+        assert (await failure(call)).code() is grpc.StatusCode.CANCELLED
+
+
+async def test_what_a_gateway_sends_for_one_user_is_not_anothers_to_cancel(tmp_path: Path):
+    """And no user becomes an operator by its name."""
+    async with front(tmp_path) as served:
+        users = {
+            name: {"metadata": [*by("mine")["metadata"], ("x-user", name)]} for name in ("ops", "b")
+        }
+        call = served.own.Generate(prompt(request_id="order-17"), **users["ops"])
+        request = await served.engines.arrivals.get()
+        assert request.caller == ("mine", "x-user=ops")
+        named = pb.CancelRequest(request_id="order-17")
+        for other in (users["b"], by("mine")):
+            error = await failure(served.own.Cancel(named, **other))
+            assert error.code() is grpc.StatusCode.NOT_FOUND
+        assert request.is_live
+        await served.own.Cancel(named, **users["ops"])
         assert (await failure(call)).code() is grpc.StatusCode.CANCELLED
 
 

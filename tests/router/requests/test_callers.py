@@ -99,3 +99,21 @@ async def test_callers_that_nothing_tells_apart_are_one():
 )
 def test_operators_are_those_named(operators: str | None, caller: Caller, is_operator: bool):
     assert CallerSettings(operators=operators).is_operator(caller) == is_operator
+
+
+@pytest.mark.parametrize(
+    ("metadata", "flow"),
+    [
+        ([], ("sender",)),
+        ([("x-user", "")], ("sender",)),
+        ([("other", "a"), ("x-user", "b"), ("x-user", "c")], ("sender", "x-user=b")),
+    ],
+)
+def test_metadata_tell_the_flows_of_a_caller_apart(
+    metadata: list[tuple[str, str | bytes]], flow: Caller
+):
+    settings = CallerSettings(flow_metadata="x-user")
+    assert settings.flow_of(SENDER, metadata) == flow
+    long = [settings.flow_of(SENDER, [("x-user", "a" * 1000 + end)]) for end in "bc"]
+    assert long[0] != long[1]
+    assert all(len(name) < 64 for _, name in long)

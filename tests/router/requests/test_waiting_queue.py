@@ -2,12 +2,14 @@
 
 import itertools
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from router.errors import QueueFull
 from router.requests.callers import CallerSettings
+from router.requests.flow_limits import read_flow_limits
 from router.requests.request import Listeners, Request
 from router.requests.waiting_queue import WaitingQueue
 from tests.router.support.requests import make_request
@@ -142,30 +144,62 @@ def test_without_a_head_start_priority_changes_nothing() -> None:
     assert drain(admission) == [low, high]
 
 
-def test_a_caller_fills_its_share_and_others_the_rest() -> None:
-    admission = WaitingQueue(
-        max_sequences=10, max_tokens=100, callers=CallerSettings(max_caller_share=0.5)
-    )
-    for request in (new_request(n=3, caller=FLOOD), new_request(n=2, caller=FLOOD)):
+@pytest.mark.parametrize("is_given", [True, False])
+def test_a_flow_fills_its_share_and_others_the_rest(is_given: bool) -> None:
+    """Nine tenths of the queue, or what the settings say."""
+    settings = {"max_flow_waiting_sequences": 5, "max_flow_waiting_tokens": 50}
+    callers, most = CallerSettings(**(settings if is_given else {})), 5 if is_given else 9
+    admission = WaitingQueue(max_sequences=10, max_tokens=100, callers=callers)
+    for request in (new_request(n=most - 2, caller=FLOOD), new_request(n=2, caller=FLOOD)):
         admission.submit(request)
-    with pytest.raises(QueueFull, match=r"5 sequences of 15 tokens .* max_caller_share=0\.5"):
+    words = rf"{most} sequences of the flow flood .* 1 more .* max_flow_waiting_sequences={most}:"
+    with pytest.raises(QueueFull, match=words) as caught:
         admission.submit(new_request(caller=FLOOD))
-    admission.submit(new_request(num_tokens=40, n=1, caller=OTHER))
-    with pytest.raises(QueueFull, match=r"1 sequences of 40 tokens .* 1 of 11 more"):
-        admission.submit(new_request(num_tokens=11, caller=OTHER))
-    admission.submit(new_request(n=4))  # of nobody who is told apart
+    numbers = {"value": str(most + 1), "limit": str(most)}
+    assert caught.value.metadata == {"flow": "flood", **numbers}
+    admission.submit(new_request(num_tokens=40, caller=OTHER))
+    if is_given:
+        with pytest.raises(QueueFull, match=r"40 tokens of the flow other .* 11 more"):
+            admission.submit(new_request(num_tokens=11, caller=OTHER))
+        admission.submit(new_request(n=4))  # of nobody who is told apart
 
     assert admission.peek() is not None
     admission.pop()  # which gives its place back
     admission.submit(new_request(caller=FLOOD))
 
 
-def test_a_callers_first_request_may_be_larger_than_its_share() -> None:
-    settings = CallerSettings(max_caller_share=0.1)
+def test_a_flows_first_request_may_be_larger_than_its_share() -> None:
+    settings = CallerSettings(max_flow_waiting_sequences=1, max_flow_waiting_tokens=10)
     admission = WaitingQueue(max_sequences=10, max_tokens=100, callers=settings)
     for _ in range(2):
         admission.submit(new_request(num_tokens=20, n=3, caller=FLOOD))
         drain(admission)
+
+
+def test_a_line_of_the_limits_says_what_one_flow_gets(tmp_path: Path) -> None:
+    file = tmp_path / "limits"
+    file.write_text("# who\nother weight=2.5 max_waiting_sequences=1\nx-user=me max_priority=7\n")
+    settings = CallerSettings(flow_limits=file, max_priority=3)
+    assert [settings.max_priority_of(flow) for flow in (FLOOD, OTHER, (*OTHER, "x-user=me"))] == [
+        3,
+        3,
+        7,
+    ]
+    admission = WaitingQueue(max_sequences=10, max_tokens=100, callers=settings)
+    admission.submit(new_request(caller=OTHER))
+    with pytest.raises(QueueFull, match="1 sequences of the flow other"):
+        admission.submit(new_request(caller=OTHER))
+    assert admission.line.flow_of(OTHER).weight == 2.5
+
+
+@pytest.mark.parametrize(
+    "line", ["a weight", "a weight=0", "a wait=1", "a max_priority=x", "a\na", "a weight=nan"]
+)
+def test_a_line_that_makes_no_sense_is_named(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "limits"
+    file.write_text(f"b weight=1\n\n{line}\n")
+    with pytest.raises(ValueError, match=r"limits, line [34]: "):
+        read_flow_limits(file)
 
 
 def test_there_is_room_until_sequences_or_tokens_are_too_many() -> None:
