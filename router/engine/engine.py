@@ -133,6 +133,7 @@ class Engine:
         self._info: GroupInfo | None = None
         self._scheduler: Scheduler | None = None
         self.measures = GroupMeasures()
+        self.measures.flow_counts = waiting.line.counts
         self.events = Events(self._clock)
         self._history = History()
         self._stats = EpochStats()

@@ -22,6 +22,7 @@ queueing, Goyal et al., SIGCOMM 1996.
 import heapq
 from collections import deque
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,8 +35,19 @@ if TYPE_CHECKING:
 
 OUTPUT_WEIGHT = 2.0  # of an output token, in prompt tokens
 MIN_FORGET = 64  # flows, before idle ones are forgotten
+MAX_COUNTED = 32  # flows with counts of their own, the first that come
+OTHERS = "other"
 
 Key = tuple[bool, float]
+
+
+@dataclass(slots=True)
+class FlowCounts:
+    """What a flow has now, and was given so far: prompt and output tokens."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    num_served_tokens: int = 0
 
 
 class Flow:
@@ -44,6 +56,7 @@ class Flow:
     Attributes:
         number: Of its rows in the sequence table.
         served: Its counter, in prompt tokens over its weight.
+        counts: Where its tokens are counted.
         num_held: Its slots, which are as many as its bound sequences.
         num_waiting: Its sequences that wait.
         num_tokens: Their tokens.
@@ -51,8 +64,9 @@ class Flow:
         entry: Number of its entry in the line; 0 while it has none.
     """
 
-    def __init__(self, number: int, served: float) -> None:
+    def __init__(self, number: int, served: float, counts: FlowCounts) -> None:
         self.number = number
+        self.counts = counts
         self.served = served
         self.weight = 1.0
         self.num_held = self.num_waiting = self.num_tokens = self.entry = 0
@@ -102,7 +116,7 @@ class Flow:
         return self._standing[1]
 
 
-NO_FLOW = Flow(0, 0.0)
+NO_FLOW = Flow(0, 0.0, FlowCounts())
 
 
 class Line:
@@ -118,6 +132,7 @@ class Line:
     def __init__(self, waiting: "Collection[Sequence]") -> None:
         self._waiting = waiting
         self._flows: dict[Caller, Flow] = {}
+        self._counts: dict[str, FlowCounts] = {}
         self._by_number: list[Flow] = []
         self._free: list[int] = []
         self._heap: list[tuple[Key, tuple[float, int, int], int, Flow]] = []
@@ -140,9 +155,26 @@ class Line:
             if len(self._flows) >= self._forget_at:
                 self._forget_idle()
             number = self._free.pop() if self._free else len(self._by_number)
-            flow = self._flows[caller] = Flow(number, self._level)
+            flow = self._flows[caller] = Flow(number, self._level, self._counts_of(caller))
             self._by_number[number:] = [flow, *self._by_number[number + 1 :]]
         return flow
+
+    def _counts_of(self, caller: Caller) -> FlowCounts:
+        name = "/".join(caller)
+        if name not in self._counts and len(self._counts) >= MAX_COUNTED:
+            name = OTHERS
+        return self._counts.setdefault(name, FlowCounts())
+
+    def counts(self) -> dict[str, FlowCounts]:
+        """Returns copies of all counts by flow, where there is more than one flow."""
+        if not self.are_many:
+            return {}
+        for counts in self._counts.values():
+            counts.num_waiting = counts.num_running = 0
+        for flow in self._flows.values():
+            flow.counts.num_waiting += flow.num_waiting
+            flow.counts.num_running += flow.num_held
+        return {name: replace(counts) for name, counts in self._counts.items()}
 
     def _forget_idle(self) -> None:
         """Forgets flows that would come back as new ones do."""
@@ -216,6 +248,7 @@ class Line:
         self._level = max(self._level, flow.served)
         if self.are_many:
             flow.served += num_tokens / flow.weight
+            flow.counts.num_served_tokens += num_tokens
 
     def give_back(self, sequence: "Sequence") -> None:
         """Notes that a bound sequence gave way."""
@@ -236,3 +269,4 @@ class Line:
             if count:
                 flow = self._by_number[number]
                 flow.served += OUTPUT_WEIGHT * count / flow.weight
+                flow.counts.num_served_tokens += count

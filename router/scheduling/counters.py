@@ -7,7 +7,7 @@ everything else is worked out when somebody asks (GetStatus, a scrape).
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +34,7 @@ from router.errors import (
     RequestExists,
     ShuttingDown,
 )
+from router.requests.flows import FlowCounts
 from router.requests.request import FinishReason, Sequence
 from router.scheduling.block_pool import PrefixCache
 from router.scheduling.plan_lead import PlanLead
@@ -254,6 +255,7 @@ class GroupTotals:
         decisions: Steps with prompts bound, by what was done about these, see Why.
         num_late_plans: See PlanLead; likewise the one that follows.
         step_cost: Coefficients of steps without drafts, see StepCost; likewise the two that follow.
+        flows: By name; none where there is one only.
     """
 
     ranks: list[RankCounts]
@@ -275,6 +277,7 @@ class GroupTotals:
     step_cost: dict[str, float]
     step_margin: float
     step_error: float
+    flows: dict[str, FlowCounts]
 
 
 class GroupMeasures:
@@ -284,6 +287,7 @@ class GroupMeasures:
         times: Where the time of its steps went.
         costs: What its steps take, as far as that is learnt.
         lead: How long before a step's end the next one is planned.
+        flow_counts: Returns the counts of its flows.
         decisions: Steps planned by time while prompts were bound, by what they did about these.
         queue_s: From a sequence's arrival to the first step that ran it.
         first_token_s: From a sequence's arrival to its first token.
@@ -297,6 +301,7 @@ class GroupMeasures:
         self.times = StepTimes()
         self.costs = StepCosts()
         self.lead = PlanLead()
+        self.flow_counts: Callable[[], dict[str, FlowCounts]] = dict
         self.decisions: Counter[str] = Counter(dict.fromkeys(Why, 0))
         self.queue_s = Histogram(LATENCY_BOUNDS)
         self.first_token_s = Histogram(LATENCY_BOUNDS)
@@ -360,6 +365,7 @@ class GroupMeasures:
             step_cost=self.costs.plain.coefficients(),
             step_margin=self.costs.plain.margin,
             step_error=self.costs.plain.error,
+            flows=self.flow_counts(),
         )
 
     def _all_counts(self) -> Counts:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from protos.transport.interceptors import Caller
-from router.requests.flows import MIN_FORGET
+from router.requests.flows import MAX_COUNTED, MIN_FORGET, OTHERS
 from router.requests.request import Listeners, Sequence
 from router.requests.waiting_queue import WaitingQueue
 from tests.router.support.requests import make_request
@@ -152,3 +152,8 @@ def test_flows_that_are_gone_are_forgotten() -> None:
             rows.end(rows.bind())
     assert len(list(rows.line)) <= 2 * MIN_FORGET
     rows.check()
+    counts = rows.line.counts()
+    assert len(counts) == MAX_COUNTED + 1
+    assert sum(flow.num_waiting for flow in counts.values()) == len(rows.queue)
+    assert sum(flow.num_running for flow in counts.values()) == len(rows.bound)
+    assert counts[OTHERS].num_served_tokens == 10 * (10 * MIN_FORGET - MAX_COUNTED + 1)
