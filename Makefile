@@ -26,7 +26,7 @@ DEV := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test tests quick fix sim attack check bench sanitize gpu protos released dist lock venv clean
+.PHONY: help demo serve test tests quick fix sim attack check bench sanitize gpu protos released dist images-test lock venv clean
 
 help:
 	@echo "make demo    start two executors and a router, ask them 300 problems, check the answers;"
@@ -47,6 +47,7 @@ help:
 	@echo "make protos  regenerate the code of protos/*/v1/*.proto"
 	@echo "make released  takes down the public API, which \`make check\` compares with from then on"
 	@echo "make dist    the client library's wheel and an archive of the public API, in dist"
+	@echo "make images-test  builds the images of router and CPU executor by buildah, starts and calls them"
 	@echo "make lock    hashes of what the images install, after a change of versions; takes uv"
 	@echo "make venv    the virtual environment with all that the targets above need"
 	@echo "make clean   remove the virtual environment and caches"
@@ -115,18 +116,25 @@ released: $(DEV)
 dist: $(RUN)
 	@$(BIN)/python -m deploy.release.dist $(ARGS)
 
+images-test: $(DEV)
+	LOCKSTEP_IMAGES=1 $(PYTEST) -s tests/deploy/images $(ARGS)
+
 # Every file of every package, for Linux on any processor. The demo's executor takes PyTorch from an
-# index of its own, without CUDA's libraries, which a Mac does not have either.
+# index of its own, without CUDA's libraries, which a Mac does not have either. Routers and the demo go
+# without the client of a model hub, which tokenizers asks for and nothing here calls.
 LOCK = echo setuptools | uv pip compile --quiet --generate-hashes --no-annotate \
-	--custom-compile-command "make lock" --constraints constraints.txt --python-version 3.12
+	--custom-compile-command "make lock" --constraints constraints.txt
+NO_HUB = $(addprefix --no-emit-package ,huggingface-hub hf-xet anyio h11 httpcore2 httpx2 idna packaging \
+	pyyaml tqdm truststore)
 
 lock:
-	$(LOCK) --python-platform linux --extra gateway --extra tracing pyproject.toml - \
-		-o deploy/docker/router.lock
+	$(LOCK) --python-version 3.11 --python-platform linux --extra gateway --extra tracing $(NO_HUB) \
+		--no-emit-package filelock --no-emit-package fsspec pyproject.toml - -o deploy/docker/router.lock
 	export MACOSX_DEPLOYMENT_TARGET=14.0; \
-	$(LOCK) --python-platform aarch64-apple-darwin --extra executor --no-emit-package torch \
-		pyproject.toml - -o deploy/docker/executor-cpu.lock
-	$(LOCK) --python-platform linux --extra cuda pyproject.toml - -o deploy/docker/executor.lock
+	$(LOCK) --python-version 3.11 --python-platform aarch64-apple-darwin --extra executor $(NO_HUB) \
+		--no-emit-package torch pyproject.toml - -o deploy/docker/executor-cpu.lock
+	$(LOCK) --python-version 3.12 --python-platform linux --extra cuda pyproject.toml - \
+		-o deploy/docker/executor.lock
 
 venv: $(DEV)
 

@@ -3,7 +3,9 @@
 #
 #     docker build -f deploy/docker/executor.Dockerfile -t lockstep-executor .
 
-FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
+# Another image with CUDA's compiler, by its digest: --build-arg CUDA_IMAGE=...
+ARG CUDA_IMAGE=nvidia/cuda:13.0.1-devel-ubuntu24.04
+FROM ${CUDA_IMAGE}
 ENV PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1
 # Versions of system packages go with the base image's release.
@@ -28,9 +30,12 @@ RUN /opt/venv/bin/pip install --no-index --no-deps --no-build-isolation .
 ENV FLASHINFER_WORKSPACE_BASE=/cache
 # Not /tmp: Python takes modules from where it starts, and whoever can write there is it then.
 WORKDIR /opt
+# The commit: --build-arg REVISION=$(git rev-parse HEAD)
+ARG REVISION=unknown
 LABEL org.opencontainers.image.title="lockstep-executor" \
     org.opencontainers.image.description="Runs one model on one GPU, driven by a router" \
     org.opencontainers.image.version="0.2.0" \
+    org.opencontainers.image.revision="$REVISION" \
     org.opencontainers.image.licenses="Apache-2.0"
 USER 65532:65532
 EXPOSE 50061

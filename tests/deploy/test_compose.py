@@ -11,7 +11,7 @@ import yaml
 
 from deploy.local.processes import ROOT
 from tests.deploy.cluster import COMMANDS, settings_of
-from tests.deploy.dockerfiles import FILES, entrypoint
+from tests.deploy.images.dockerfiles import FILES, entrypoint
 from tests.deploy.rendering import with_typo
 
 COMPOSE = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())

@@ -27,8 +27,8 @@ from deploy.local.processes import Process
 from protos.executor.v1 import executor_pb2
 from protos.serving.v1 import serving_pb2
 from router.client import Client, Unavailable
-from tests.deploy import dockerfiles
 from tests.deploy.cluster import Cluster, Pod
+from tests.deploy.images import dockerfiles
 from tests.deploy.rendering import (
     KUBERNETES,
     Manifest,

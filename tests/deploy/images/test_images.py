@@ -1,4 +1,4 @@
-"""Images, by their Dockerfiles: files, user, command. None can be built here."""
+"""Images, by their Dockerfiles: files, user, command. None is built; test_built.py does."""
 
 import os
 import re
@@ -13,8 +13,8 @@ import yaml
 from deploy.local.processes import ROOT
 from protos import __version__
 from router.executors.discovery import DnsGroup
-from tests.deploy import dockerfiles
 from tests.deploy.cluster import COMMANDS, Cluster, Pod, settings_of, twins
+from tests.deploy.images import dockerfiles
 from tests.deploy.rendering import OVERLAYS, render
 
 COMPOSE = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
@@ -70,7 +70,23 @@ def test_an_image_says_what_it_is(image: str) -> None:
     text = dockerfiles.last(dockerfiles.FILES[image], "LABEL")
     labels = dict(re.findall(r'org\.opencontainers\.image\.(\w+)="([^"]+)"', text))
     assert labels.pop("description")
-    assert labels == {"title": image, "version": VERSION, "licenses": PROJECT["license"]}
+    assert labels == {
+        "title": image,
+        "version": VERSION,
+        "revision": "$REVISION",
+        "licenses": PROJECT["license"],
+    }
+
+
+@pytest.mark.parametrize("image", dockerfiles.FILES)
+def test_the_base_of_every_stage_can_be_replaced(image: str) -> None:
+    steps = dockerfiles.instructions(dockerfiles.FILES[image])
+    [(argument, _, base)] = [
+        rest.partition("=") for name, rest in steps if name == "ARG" and "_IMAGE=" in rest
+    ]
+    stages = {rest.split()[0] for name, rest in steps if name == "FROM"}
+    assert stages == {f"${{{argument}}}"}
+    assert base in foreign_images(dockerfiles.FOLDER)
 
 
 def test_every_step_that_installs_takes_hashes_or_no_index() -> None:
@@ -170,7 +186,9 @@ def foreign_images(folder: Path) -> set[str]:
     found: set[str] = set()
     for path in [*folder.rglob("*.yaml"), *folder.rglob("*.Dockerfile")]:
         found |= set(
-            re.findall(r"^(?:FROM|\s*(?:- )?image:) (\S+)", path.read_text(), re.MULTILINE)
+            re.findall(
+                r"^(?:ARG [A-Z]+_IMAGE=|\s*(?:- )?image: )(\S+)", path.read_text(), re.MULTILINE
+            )
         )
     return {image for image in found if not image.startswith("lockstep-")}
 
