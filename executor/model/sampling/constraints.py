@@ -1,21 +1,24 @@
 """Constraints: the grammars of rows, and masks of the tokens with which their outputs may go on.
 
-    start    a row's grammar and the tokens that it has ──▶ its matcher
+    start    a row's grammar and the tokens that it has ──▶ its matcher, before it first samples
     begin    rows that sample, and their drafts ──▶ masks, filled while the forward pass runs
     is_out   waits for them
     accept   what the rows gained, as soon as it is on the host
 
 A matcher is a function of the grammar and the tokens, so a row that begins anew goes on as it would
 have. All belong to one thread, which works beside the one that steps, in the order in which it is
-told to: llguidance lets go of the interpreter. Whatever goes wrong is a problem of one row, which the
-step's answer names; its mask then lets everything pass.
+told to: llguidance lets go of the interpreter. Another thread builds grammars, so that only steps in
+which their rows sample can wait for that. Whatever goes wrong is a problem of one row, which the step's
+answer names; its mask then lets everything pass.
 
     C constrained rows that sample    N tokens that each verifies, 1 without drafts    V vocabulary
 """
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from time import thread_time
 from typing import NamedTuple
 
 import numpy as np
@@ -25,10 +28,17 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from executor.batch.columns import BoolArray, Int64Array
 from executor.batch.read_step import RowStarts
-from protos.executor.grammars import LIMITS, MAX_PROBLEM_BYTES, new_grammar_thread
+from protos.executor.grammars import (
+    LIMITS,
+    MAX_ACCEPT_S,
+    MAX_PROBLEM_BYTES,
+    MAX_WAIT_S,
+    new_grammar_thread,
+)
 
+TOO_AMBIGUOUS = "there are too many ways to read the output by it"
 NO_TOKEN = "no token of the model can go on from here"
-NUM_COMPILED = 32  # grammars kept as they begin, for rows that have the same
+NUM_KEPT = 32  # grammars kept as they begin, for rows that have the same
 
 Masks = npt.NDArray[np.int32]
 
@@ -45,18 +55,93 @@ class HostDrafts(NamedTuple):
     parents: Int64Array
 
 
-class Row(NamedTuple):
-    """A row with a grammar that has a matcher.
+@dataclass(slots=True)
+class Row:
+    """A row with a grammar to which it can keep.
 
     Attributes:
-        matcher: Where its output is.
+        grammar: As llguidance reads it.
+        built: Its matcher where outputs begin.
+        output: Tokens that it has.
         min_len: Tokens of the sequence below which it ends only if it cannot go on.
         end_ids: Tokens that would end it.
+        matcher: Where its output is; None before it first samples, or if drafts broke it.
+        is_renewed: Whether its automata are its own.
     """
 
-    matcher: LLMatcher
+    grammar: str
+    built: Future[LLMatcher]
+    output: list[int]
     min_len: int
     end_ids: Int64Array
+    matcher: LLMatcher | None = None
+    is_renewed: bool = False
+
+    def begin(self) -> None:
+        """Takes a matcher along the output, waiting until the grammar is built."""
+        self.matcher = self.built.result(MAX_WAIT_S).deep_copy()  # automata stay shared
+        self.matcher.consume_tokens(self.output)
+
+
+class DraftPath:
+    """The way of a row's matcher along its drafts.
+
+    Args:
+        row: Whose they are.
+        tokens: [N - 1] drafts.
+        parents: [N - 1] the node that each follows.
+
+    Attributes:
+        nodes: From 0, where the output is, to the one where the matcher is.
+    """
+
+    def __init__(self, row: Row, tokens: list[int], parents: list[int]) -> None:
+        self.nodes = [0]
+        self._row, self._tokens, self._parents = row, tokens, parents
+        self._is_right = [True]  # of each node so far, whether the grammar lets one get there
+
+    @property
+    def matcher(self) -> LLMatcher:
+        assert self._row.matcher is not None, "rows have begun before their drafts are looked at"
+        return self._row.matcher
+
+    def turn(self, node: int) -> bool:
+        """Goes back to where the way to the next node turns off. Returns whether it was farther."""
+        if self.matcher.is_error():  # an earlier draft led nowhere
+            self._row.begin()
+            self.nodes = [0]
+        way = self._way_to(node)
+        num_common = sum(a == b for a, b in zip(self.nodes, way, strict=False))
+        return self._go_back(num_common) if self._is_right[way[-2]] else False
+
+    def go(self, node: int, end_ids: frozenset[int]) -> bool:
+        """Goes on to the next node. Returns whether it is there: nothing follows one of the ends."""
+        way = self._way_to(node)
+        is_right = self._is_right[way[-2]] and self._tokens[node - 1] not in end_ids
+        if is_right:
+            rest = way[len(self.nodes) :]
+            num_taken = self.matcher.try_consume_tokens([self._tokens[n - 1] for n in rest])
+            self.nodes += rest[:num_taken]
+            is_right = num_taken == len(rest)
+        self._is_right.append(is_right)
+        return is_right
+
+    def leave(self) -> None:
+        """Goes back to where the output is."""
+        self._go_back(1)
+
+    def _go_back(self, num_nodes: int) -> bool:
+        num_back = len(self.nodes) - num_nodes
+        if num_back:
+            self.matcher.rollback(num_back)
+            del self.nodes[num_nodes:]
+        return num_back > 0
+
+    def _way_to(self, node: int) -> list[int]:
+        way = [node]
+        while way[-1]:
+            way.append(self._parents[way[-1] - 1])
+        return way[::-1]
 
 
 class Constraints:
@@ -90,21 +175,24 @@ class Constraints:
         self._plain_end_ids = np.array(plain, np.int64)
         self._device = device
         self._fillers = LLExecutor(num_threads)
-        self._thread = new_grammar_thread()
+        self._thread, builder = new_grammar_thread(), new_grammar_thread()
+        compile_ = partial(LLMatcher, tokenizer, log_level=0, limits=LIMITS)
+        self._build: Callable[[str], Future[LLMatcher]] = partial(builder.submit, compile_)
+        self._built = lru_cache(NUM_KEPT)(self._build)
         self._filling: Future[torch.Tensor] | None = None
         self._most_masks = num_rows * max_nodes
         self._buffer: torch.Tensor | None = None  # of masks, once a row has a grammar
         # The thread's from here on.
         self._rows: dict[int, Row] = {}
         self._problems: dict[int, str] = {}
-        self._compiled = lru_cache(maxsize=NUM_COMPILED)(self._compile)
 
     def start(self, starts: RowStarts) -> BoolArray:
         """Forgets what these rows held. Returns which have a grammar, bool [A]."""
         has_grammar: BoolArray = starts.grammar_of > 0
         if has_grammar.any() or self.is_constrained[starts.rows].any():
             self.is_constrained[starts.rows] = has_grammar
-            self._thread.submit(self._start, starts)
+            built = [(grammar, self._built(grammar)) for grammar in starts.grammars]
+            self._thread.submit(self._start, starts, built)
         return has_grammar
 
     def begin(
@@ -152,7 +240,7 @@ class Constraints:
 
     # ---- on the thread
 
-    def _start(self, starts: RowStarts) -> None:
+    def _start(self, starts: RowStarts, built: list[tuple[str, Future[LLMatcher]]]) -> None:
         ends = [starts.num_output_ids.cumsum(), starts.num_suppressed_ids.cumsum()]
         outputs, end_ids = (
             np.split(ids, end[:-1])
@@ -161,19 +249,34 @@ class Constraints:
         for i, row in enumerate(starts.rows.tolist()):
             self._rows.pop(row, None)
             self._problems.pop(row, None)
-            if not starts.grammar_of[i]:
-                continue
-            try:
-                matcher = self._compiled(starts.grammars[starts.grammar_of[i] - 1]).deep_copy()
-            except BaseException as error:  # a panic of llguidance is no Exception
-                self._fail(row, f"{type(error).__name__}: {error}")
-                continue
-            self._rows[row] = Row(matcher, int(starts.suppressed_until[i]), end_ids[i])
-            if self._check(row):
-                self._accept(row, outputs[i].tolist())
+            if number := starts.grammar_of[i]:
+                grammar, future = built[number - 1]
+                min_len = int(starts.suppressed_until[i])
+                self._rows[row] = Row(grammar, future, outputs[i].tolist(), min_len, end_ids[i])
 
-    def _compile(self, grammar: str) -> LLMatcher:
-        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
+    def _matcher_of(self, row: int) -> LLMatcher | None:
+        """Returns a row's matcher, waiting until its grammar is built; None: it keeps to nothing."""
+        held = self._rows.get(row)
+        if held is None:
+            return None
+        try:
+            if held.matcher is None:
+                held.begin()
+            assert held.matcher is not None, "it has begun"
+            if held.matcher.is_error() and not held.is_renewed:
+                # Perhaps not by its own output: a limit of automata counts all that share them.
+                self._built.cache_clear()
+                held.built, held.is_renewed = self._build(held.grammar), True
+                held.begin()
+            if not held.matcher.is_error():
+                return held.matcher
+            problem = held.matcher.get_error()
+        except TimeoutError:
+            problem = f"its grammar was not built within {MAX_WAIT_S:g} s"
+        except BaseException as error:  # a panic of llguidance is no Exception
+            problem = f"{type(error).__name__}: {error}"
+        self._fail(row, problem)
+        return None
 
     def _accept_step(
         self, rows: list[int], at: list[int], gained: Callable[[], Int64Array]
@@ -186,13 +289,16 @@ class Constraints:
 
     def _accept(self, row: int, tokens: list[int]) -> None:
         """Takes a row along its tokens, up to the end of its sequence."""
-        if row not in self._rows:
+        if (matcher := self._matcher_of(row)) is None:
             return
-        matcher = self._rows[row].matcher
         num_taken = next((i for i, id_ in enumerate(tokens) if id_ in self._end_ids), len(tokens))
+        self._rows[row].output += tokens[:num_taken]
+        begin = thread_time()
         matcher.consume_tokens(tokens[:num_taken])
-        if self._check(row) and num_taken < len(tokens):
-            if matcher.is_accepting():
+        if thread_time() - begin > MAX_ACCEPT_S:  # masks, of many such rows at once, take longer
+            self._fail(row, TOO_AMBIGUOUS)
+        if (now := self._matcher_of(row)) is not None and num_taken < len(tokens):
+            if now.is_accepting():
                 del self._rows[row]  # steps that had begun by then may still run it
             else:
                 self._fail(row, NO_TOKEN)
@@ -214,22 +320,67 @@ class Constraints:
         filled = self._buffer[: len(at) * size]
         masks: Masks = filled.numpy()
         masks.fill(-1)
-        constrained = rows[at].tolist()
-        live = [(i, row) for i, row in enumerate(constrained) if row in self._rows]
-        firsts = [(self._rows[row].matcher, i * size) for i, row in live]
-        if firsts:
-            width = masks.shape[1] * masks.itemsize
-            self._fillers.unsafe_compute_mask_ptr(firsts, masks.ctypes.data, width, len(masks))
-        for i, row in live:
-            nodes, length = masks[i * size : (i + 1) * size], int(seq_lens[at[i]])
-            if not self._check(row):
-                nodes.fill(-1)
-            elif not self._trim(row, self._rows[row].matcher, nodes[0], length):
+        places = [(i * size, row) for i, row in enumerate(rows[at].tolist())]
+        lengths = seq_lens[at].tolist()
+        if given is not None:
+            self._fill_drafts(masks, places, lengths, given.tokens[at], given.parents[at])
+        failed = places  # and again those whose automata others had used up
+        for _ in range(2):
+            found = [(self._matcher_of(row), place) for place, row in failed]
+            self._compute(masks, [(matcher, place) for matcher, place in found if matcher])
+            failed = [(place, row) for place, row in failed if self._is_broken(row)]
+        for (place, row), length in zip(places, lengths, strict=True):
+            if (matcher := self._matcher_of(row)) is None:
+                masks[place] = -1
+            elif not self._trim(row, matcher, masks[place], length):
                 self._fail(row, NO_TOKEN)
-            elif given is not None:
-                drafted = given.tokens[at[i]], given.parents[at[i]]
-                self._fill_nodes(row, nodes, length, *drafted)
         return filled
+
+    def _fill_drafts(
+        self,
+        masks: Masks,
+        places: list[tuple[int, int]],
+        lengths: list[int],
+        tokens: Int64Array,
+        parents: Int64Array,
+    ) -> None:
+        """Fills the masks behind drafts, and takes each row back to where it was.
+
+        llguidance keeps a matcher's last mask, and may take it for that of another path to as far. So
+        that of the node to which one goes back is filled once more.
+        """
+        live = [
+            (place, row, DraftPath(self._rows[row], *drafted), length)
+            for (place, row), length, *drafted in zip(
+                places, lengths, tokens.tolist(), parents.tolist(), strict=True
+            )
+            if self._matcher_of(row) is not None
+        ]
+        for node in range(1, 1 + tokens.shape[1]):
+            back = [
+                (path.matcher, place + path.nodes[-1])
+                for place, _, path, _ in live
+                if path.turn(node)
+            ]
+            self._compute(masks, back)
+            here = [each for each in live if each[2].go(node, self._end_ids)]
+            self._compute(masks, [(path.matcher, place + node) for place, _, path, _ in here])
+            for place, row, path, length in here:
+                self._trim(row, path.matcher, masks[place + node], length + len(path.nodes) - 1)
+        for _, row, path, _ in live:
+            path.leave()
+            if self._is_broken(row):
+                self._rows[row].matcher, self._rows[row].is_renewed = None, False
+
+    def _is_broken(self, row: int) -> bool:
+        held = self._rows.get(row)
+        return held is not None and held.matcher is not None and held.matcher.is_error()
+
+    def _compute(self, masks: Masks, matchers: list[tuple[LLMatcher, int]]) -> None:
+        """Fills the masks at these places, side by side."""
+        if matchers:
+            width = masks.shape[1] * masks.itemsize
+            self._fillers.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, width, len(masks))
 
     def _trim(self, row: int, matcher: LLMatcher, mask: Masks, length: int) -> bool:
         """Takes out of the mask of a row [V / 32] what would end it too early.
@@ -243,46 +394,15 @@ class Constraints:
         Returns:
             Whether anything is left; else it lets everything pass.
         """
-        _, min_len, end_ids = self._rows[row]
+        held = self._rows[row]
         if self._plain_end_ids.size and not matcher.is_accepting():
             mask[:] = _without(mask, self._plain_end_ids)
-        if length < min_len and (rest := _without(mask, end_ids)).any():
+        if length < held.min_len and (rest := _without(mask, held.end_ids)).any():
             mask[:] = rest
         is_left = bool(mask.any())
         if not is_left:
             mask.fill(-1)
         return is_left
-
-    def _fill_nodes(
-        self, row: int, masks: Masks, length: int, tokens: Int64Array, parents: Int64Array
-    ) -> None:
-        """Fills the masks [N, V / 32] behind a row's drafts. Those behind a wrong one matter not."""
-        base = self._rows[row].matcher  # not to fail where a draft leads nowhere
-        matcher, here = base.deep_copy(), list[int]()
-        paths: list[list[int] | None] = [here]  # of each node, the drafts up to it
-        for node, parent in enumerate(parents.tolist(), start=1):
-            path, before = None, paths[parent]
-            if before is not None and tokens[node - 1] not in self._end_ids:
-                path = [*before, node]
-                num_common = sum(a == b for a, b in zip(here, path, strict=False))
-                matcher.rollback(len(here) - num_common)
-                ids = [int(tokens[step - 1]) for step in path[num_common:]]
-                num_taken = matcher.try_consume_tokens(ids)
-                here = path[: num_common + num_taken]
-                if num_taken < len(ids):
-                    path = None
-                else:
-                    matcher.unsafe_compute_mask_ptr(masks[node].ctypes.data, masks[node].nbytes)
-                    self._trim(row, matcher, masks[node], length + len(here))
-                if matcher.is_error():
-                    matcher, here = base.deep_copy(), []
-            paths.append(path)
-
-    def _check(self, row: int) -> bool:
-        """Returns whether a row can go on."""
-        if row in self._rows and self._rows[row].matcher.is_error():
-            self._fail(row, self._rows[row].matcher.get_error())
-        return row in self._rows
 
     def _fail(self, row: int, problem: str) -> None:
         """Has a row keep to nothing from now on. Its mask must let everything pass."""

@@ -1,6 +1,7 @@
 """If these fail, an output breaks its grammar, or one bad grammar takes others down with it."""
 
 import json
+from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from executor.batch.columns import Int64Array
 from executor.model.sampling.constraints import Constraints, HostDrafts, clear_bits
@@ -194,6 +195,90 @@ def test_no_token_behind_drafts_that_lead_nowhere_is_delivered(behind: list[int]
     start(constraints, {0: LLMatcher.grammar_from_regex("ab|cd")})
     begin(constraints, [0], drafts=lambda: drafts)
     assert [*gain(constraints, [0], [[2, *ids("a"), *behind]])] == [0]
+
+
+# Tokens of one or two characters; what may follow "a" and "b" differs in the second only.
+PAIRS = ["$", "a", "b", "1", "x", "y", "1x", "1y"]
+A_OR_B = 'start: A P "x" | B P "y"\nA: "a"\nB: "b"\nP: /[0-9]/'
+
+
+def pairs_tokenizer() -> LLTokenizer:
+    text = json.loads((Path(DEMO_MODEL) / "tokenizer.json").read_text())
+    text["added_tokens"] = [text["added_tokens"][0] | {"id": 0, "content": "$", "special": True}]
+    text["decoder"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    text["pre_tokenizer"] = text["decoder"] | {"use_regex": False}
+    text["normalizer"] = text["post_processor"] = None
+    vocab = {token: number for number, token in enumerate(PAIRS)}
+    text["model"] = {"type": "BPE", "vocab": vocab, "merges": []}
+    return LLTokenizer(json.dumps(text), n_vocab=len(PAIRS), eos_token=[0])
+
+
+def allowed_pairs(constraints: Constraints) -> list[list[str]]:
+    masks = ~constraints.is_out().numpy()
+    return [[PAIRS[i] for i in np.flatnonzero(mask)] for mask in masks]
+
+
+def test_a_mask_behind_one_draft_is_none_behind_another():
+    """llguidance keeps a matcher's last mask, also where it is rolled back."""
+    constraints, a, b = Constraints(pairs_tokenizer(), 1, torch.device("cpu"), max_nodes=4), 1, 2
+    start(constraints, {0: A_OR_B})
+    siblings = HostDrafts(np.array([[a, b, 3]]), np.array([[0, 0, 1]]))
+    begin(constraints, [0], drafts=lambda: siblings)
+    behind_a = ["1", "1x"]
+    assert allowed_pairs(constraints) == [["a", "b"], behind_a, ["1", "1y"], ["x"]]
+    chain = HostDrafts(np.array([[a, 6, 0]]), np.array([[0, 1, 2]]))
+    begin(constraints, [0], drafts=lambda: chain)
+    assert allowed_pairs(constraints)[:3] == [["a", "b"], behind_a, ["$"]]
+    assert gain(constraints, [0], [[1, b, 0, 0, 0]]) == {}
+    begin(constraints, [0])
+    assert allowed_pairs(constraints) == [["1", "1y"]]
+
+
+def test_a_row_that_uses_up_automata_fails_by_itself(
+    bytes_tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    """Rows of a grammar share them, those that begin later, too."""
+    few = LLParserLimits(max_lexer_states=60, verbose_errors=False)
+    monkeypatch.setattr("executor.model.sampling.constraints.LIMITS", few)
+    constraints, failures = constraints_of(bytes_tokenizer), dict[int, str]()
+    grammar = LLMatcher.grammar_from_regex("[a-z]{1,99}[0-9]")
+    start(constraints, {0: grammar, 1: grammar})
+    while not failures:
+        begin(constraints, [0])
+        failures = gain(constraints, [0], ids("a"))
+    assert "too many states" in failures[0]
+    for row in (1, 2):
+        if row == 2:
+            start(constraints, {2: grammar})
+        begin(constraints, [row])
+        assert allowed(constraints) == ["abcdefghijklmnopqrstuvwxyz"]
+        assert gain(constraints, [row], ids("a")) == {}
+
+
+def test_only_steps_that_need_a_grammar_wait_until_it_is_built(
+    bytes_tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    constraints, never = constraints_of(bytes_tokenizer), Future[LLMatcher]()
+    built = constraints._built
+    monkeypatch.setattr(constraints, "_built", lambda g: never if g == LETTERS else built(g))
+    monkeypatch.setattr("executor.model.sampling.constraints.MAX_WAIT_S", 0.0)
+    assert built(DIGITS).result()
+    start(constraints, {0: LETTERS, 1: DIGITS})
+    begin(constraints, [1])
+    assert allowed(constraints) == ["0123456789"]
+    begin(constraints, [0, 1])
+    assert allowed(constraints) == ["...", "0123456789"]
+    assert gain(constraints, [0, 1], ids("a1")) == {0: "its grammar was not built within 0 s"}
+
+
+def test_an_output_with_too_many_readings_ends(
+    bytes_tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    constraints = constraints_of(bytes_tokenizer)
+    monkeypatch.setattr("executor.model.sampling.constraints.MAX_ACCEPT_S", -1.0)
+    start(constraints, {0: DIGITS})
+    begin(constraints, [0])
+    assert "too many ways" in gain(constraints, [0], ids("1"))[0]
 
 
 def chain_of_rules(count: int) -> str:
