@@ -2,17 +2,25 @@
 
 import asyncio
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from hashlib import blake2b
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-from protos.executor.grammars import LIMITS, MAX_GRAMMAR_BYTES, new_grammar_thread
+from protos.executor.grammars import (
+    LIMITS,
+    MAX_BUILD_S,
+    MAX_GRAMMAR_BYTES,
+    MAX_MULTIPLES,
+    new_grammar_thread,
+)
 from protos.serving.v1 import serving_pb2
 from router.errors import InvalidRequest
 from router.scheduling.step import ServedModel
@@ -22,6 +30,10 @@ MAX_CHOICES = 1024
 NUM_KEPT = 256  # constraints whose grammar is kept, since most services send few
 LOOK_S = 0.2  # at parts of a schema, for the one at fault
 
+NUM_TRIED = 4  # tokens of an output for which masks are tried
+_ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})")
+_MULTIPLE = re.compile(r'"multipleOf"\s*:\s*(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)')
+
 # Keywords of a JSON schema under which there are schemas: one or a list of them, or by name.
 _NESTED = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf", "not",
            "if", "then", "else", "contains", "propertyNames")  # fmt: skip
@@ -30,10 +42,10 @@ _NAMED = (*_DEFINITIONS, "properties", "patternProperties", "dependentSchemas")
 
 
 class _Kept:
-    """Grammars of the constraints that came last, by their digest."""
+    """Grammars of the constraints that came last, by their digest, or what is wrong with them."""
 
     def __init__(self) -> None:
-        self._grammars: OrderedDict[bytes, str] = OrderedDict()
+        self._built: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
         self._thread: ThreadPoolExecutor | None = None  # once there is a constraint
 
     async def grammar_of(self, kind: str, text: str) -> str:
@@ -43,15 +55,14 @@ class _Kept:
             InvalidRequest: There is none.
         """
         key = blake2b(f"{kind}:{text}".encode(), digest_size=16).digest()
-        if key not in self._grammars:
+        if key not in self._built:
             self._thread = self._thread or new_grammar_thread()
             loop = asyncio.get_running_loop()
-            grammar = await loop.run_in_executor(self._thread, build_grammar, kind, text)
-            self._grammars[key] = grammar
-            if len(self._grammars) > NUM_KEPT:
-                self._grammars.popitem(last=False)
-        self._grammars.move_to_end(key)
-        return self._grammars[key]
+            self._built[key] = await loop.run_in_executor(self._thread, try_build, kind, text)
+            if len(self._built) > NUM_KEPT:
+                self._built.popitem(last=False)
+        self._built.move_to_end(key)
+        return _checked(kind, *self._built[key])
 
 
 _kept = _Kept()
@@ -102,8 +113,20 @@ def build_grammar(kind: str, text: str) -> str:
     Raises:
         InvalidRequest: There is none. It names the field, and within a schema the place.
     """
-    field = f"constraint.{kind}"
+    return _checked(kind, *try_build(kind, text))
+
+
+def _checked(kind: str, grammar: str, problem: str) -> str:
+    if problem:
+        raise InvalidRequest(f"constraint.{kind}", problem)
+    return grammar
+
+
+def try_build(kind: str, text: str) -> tuple[str, str]:
+    """Returns a constraint's grammar, and why it cannot be enforced; one of them is empty."""
     try:
+        if kind in ("json_schema", "grammar"):
+            _check_multiples(text)
         match kind:
             case "json_schema":
                 schema = json.loads(text)
@@ -117,15 +140,14 @@ def build_grammar(kind: str, text: str) -> str:
             case _:
                 choices = " | ".join(_dumps(choice) for choice in json.loads(text))
                 grammar = LLMatcher.grammar_from_lark(f"start: {choices}")
-        problem = _problem_of(grammar)
+        if (problem := _problem_of(grammar)) and kind == "json_schema":
+            problem = f"at {_place_of(problem, schema)}: {problem}"
+        elif not problem and len(grammar.encode()) > MAX_GRAMMAR_BYTES:
+            problem = "its grammar is too long; send a shorter one"
+        problem = problem or _cost_problem_of(grammar)
     except Exception as error:  # also of llguidance's own, and recursion that is too deep
-        raise InvalidRequest(field, f"it cannot be read: {error or type(error).__name__}") from None
-    if problem and kind == "json_schema":
-        path = _place_of(problem, schema)
-        raise InvalidRequest(field, f"at {path}: {problem}")
-    if problem or len(grammar.encode()) > MAX_GRAMMAR_BYTES:
-        raise InvalidRequest(field, problem or "its grammar is too long; send a shorter one")
-    return grammar
+        problem = f"it cannot be read: {error or type(error).__name__}"
+    return ("", problem) if problem else (grammar, "")
 
 
 def _read_choices(values: Any) -> list[str]:
@@ -143,6 +165,34 @@ def _dumps(value: Any) -> str:
 
 def _problem_of(grammar: str) -> str:
     return " ".join(LLMatcher.validate_grammar(grammar, limits=LIMITS).split())
+
+
+def _check_multiples(text: str) -> None:
+    """Checks what a schema, or those within a grammar, would take the longest to build for.
+
+    Raises:
+        ValueError: It takes too long.
+    """
+    plain = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), text)
+    numbers = [Decimal(number).normalize() for number in _MULTIPLE.findall(plain)]
+    if sum(abs(n).scaleb(max(-int(n.as_tuple().exponent), 0)) for n in numbers) > MAX_MULTIPLES:
+        raise ValueError(
+            f"multipleOf is {max(numbers)}; such numbers, without their decimal points, may sum to "
+            f"{MAX_MULTIPLES}, since it takes long to look for their multiples; send smaller ones"
+        )
+
+
+def _cost_problem_of(grammar: str) -> str:
+    """Builds a grammar as executors do, and some masks of tokens that are bytes."""
+    begin = thread_time()
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=LIMITS)
+    for _ in range(NUM_TRIED):
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        matcher.consume_token((mask & -mask).bit_length() - 1)  # the first that is allowed
+    build_s, problem = thread_time() - begin, matcher.get_error()
+    if not problem and build_s > MAX_BUILD_S:
+        problem = f"it takes {build_s:.2g} s to build; {MAX_BUILD_S:g} s is the most"
+    return problem and f"{problem}; send a simpler one: fewer parts, smaller repeats"
 
 
 def _place_of(problem: str, schema: Mapping[str, Any]) -> str:

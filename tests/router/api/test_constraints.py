@@ -64,6 +64,10 @@ def nested(part: Any) -> str:
     return json.dumps({"properties": {"c": {}, "a/b": {"type": "array", "items": items}}})
 
 
+def many_properties(count: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{number}": {} for number in range(count)}}
+
+
 PLACE = "#/properties/a~1b/items/anyOf/1"
 BAD: list[tuple[dict[str, Any], str, str]] = [
     # what is sent, the field at fault, a part of the message
@@ -83,6 +87,23 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"regex": "(a"}, "constraint.regex", "unclosed group"),
     ({"regex": "a" * (MAX_CONSTRAINT_BYTES + 1)}, "constraint.regex", "65537 bytes are too many"),
     ({"regex": "é" * (MAX_CONSTRAINT_BYTES // 2 + 1)}, "constraint.regex", "65538 bytes are too"),
+    ({"json_schema": '{"multipleOf": 999983}'}, "constraint.json_schema", "multipleOf is 999983"),
+    (
+        {"json_schema": nested({"anyOf": [{"multipleOf": 0.6001}, {"multipleOf": 5e3}]})},
+        "constraint.json_schema",
+        "may sum to 10000",
+    ),
+    (
+        {"grammar": r'start: %json {"\u006dultipleOf": 4000000007}'},
+        "constraint.grammar",
+        "multipleOf is 4000000007",
+    ),
+    (
+        {"json_schema": json.dumps(many_properties(600))},
+        "constraint.json_schema",
+        "Current row has",
+    ),
+    ({"regex": "a((b{100}){100}){100}"}, "constraint.regex", "too many expressions"),
     ({"grammar": "start: nothing"}, "constraint.grammar", "unknown name"),
     ({"grammar": "(" * 9999}, "constraint.grammar", "cannot be read"),
     ({"choices": pb.Choices()}, "constraint.choices.values", "0 are not from 1"),
@@ -109,10 +130,20 @@ async def test_a_constraint_needs_executors_that_know_it_and_an_end():
     assert caught.value.field == "stop.ignore_eos"
 
 
+async def test_a_grammar_that_takes_long_to_build_is_refused_and_not_built_again(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("router.api.constraints.MAX_BUILD_S", 0.0)
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match=r"s to build; 0 s is the most; send a simpler"):
+            await read({"regex": "slow"})
+        monkeypatch.setattr("router.api.constraints.MAX_BUILD_S", 9.0)
+
+
 async def test_only_so_many_grammars_are_kept(monkeypatch: pytest.MonkeyPatch):
     built: list[str] = []
     monkeypatch.setattr(
-        "router.api.constraints.build_grammar", lambda kind, text: built.append(text) or text
+        "router.api.constraints.try_build", lambda kind, text: (built.append(text) or text, "")
     )
     kept = _Kept()
     for text in ["often", *map(str, range(NUM_KEPT - 1)), "often", "one more", "often", "0"]:
