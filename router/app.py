@@ -133,6 +133,7 @@ def _build_engine(
         engines.listeners,
         config,
         on_end=engines.on_end,
+        logs_blocks=config.vllm_engine == "on",
     )
 
 
@@ -196,7 +197,12 @@ def _add_vllm_engine(
     from router.api import vllm_engine
 
     servicer = vllm_engine.VllmEngineServicer(
-        generation, engines, config.tokenizer_file, __version__, is_ready=lambda: health.is_ready
+        generation,
+        engines,
+        config.tokenizer_file,
+        __version__,
+        is_ready=lambda: health.is_ready,
+        settings=config,
     )
     vllm_engine.add_vllm_engine(server, servicer)
     health.add_name(vllm_engine.SERVICE)

@@ -8,6 +8,8 @@ RpcError
 ├── ModelNotFound       NOT_FOUND            this router serves another model
 ├── RequestNotFound     NOT_FOUND            nothing to cancel
 ├── RequestExists       ALREADY_EXISTS       a live request has this id
+├── OperatorsOnly       PERMISSION_DENIED    concerns what is other callers' too
+├── HistoryGone         OUT_OF_RANGE         events of blocks from before the subscription
 ├── QueueFull           RESOURCE_EXHAUSTED   retry after a while
 ├── DeadlineExceeded    DEADLINE_EXCEEDED    the request's time is over
 ├── Cancelled           CANCELLED            somebody called Cancel
@@ -103,6 +105,27 @@ class RequestExists(RpcError):
             f"field empty to be given one",
             field="request_id",
             metadata={"value": request_id},
+        )
+
+
+class OperatorsOnly(RpcError):
+    code = StatusCode.PERMISSION_DENIED
+    reason = "OPERATORS_ONLY"
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}: callers named by --operators may do this; the caller is not one")
+
+
+class HistoryGone(RpcError):
+    code = StatusCode.OUT_OF_RANGE
+    reason = "HISTORY_GONE"
+
+    def __init__(self, given: int) -> None:
+        super().__init__(
+            f"start_sequence_number: no events from {given} on are kept: subscribe from 0, and get "
+            f"what is cached first",
+            field="start_sequence_number",
+            metadata={"value": given, "limit": 0},
         )
 
 

@@ -23,9 +23,11 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError, abort_on_error
-from protos.transport.interceptors import Caller
+from protos.transport.interceptors import Caller, caller_of
 from router.api.generate import GenerationServicer
 from router.api.messages import name_request, served
+from router.api.unknown_fields import refuse_unknown_fields
+from router.api.vllm_kv_events import BlockFeed
 from router.api.vllm_messages import (
     Answers,
     Message,
@@ -36,7 +38,8 @@ from router.api.vllm_messages import (
     use_field_names,
 )
 from router.engine.engines import Engines
-from router.errors import Cancelled
+from router.errors import Cancelled, HistoryGone, InvalidRequest, OperatorsOnly
+from router.requests.callers import DEFAULTS, CallerSettings
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -45,6 +48,8 @@ CHUNK_BYTES = 64 * 1024  # of the tokenizer's archive in one message
 # After Abort, for the call to end by itself. A client that does not read keeps it from that: the
 # call would wait for the client, and hold its place, as long as the connection lasts.
 ABORT_GRACE_S = 1.0
+MAX_FLUSH_WAIT_S = 600.0  # for requests to end, before the cache is flushed
+FLUSH_POLL_S = 0.02
 
 TOKENIZER_FILE = "tokenizer.json"
 # What stands beside tokenizer.json in a checkpoint and says how text is made and read.
@@ -72,6 +77,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         tokenizer_file: The model's tokenizer.json; None where the router has none.
         version: This router's.
         is_ready: Whether gateways should send requests.
+        settings: What a caller may see and do.
     """
 
     def __init__(
@@ -82,12 +88,15 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         version: str,
         *,
         is_ready: Callable[[], bool],
+        settings: CallerSettings = DEFAULTS,
     ) -> None:
         self._generation = generation
         self._engines = engines
         self._tokenizer_file = tokenizer_file
         self._version = version
         self._is_ready = is_ready
+        self._settings = settings
+        self._feed = BlockFeed(engines.block_logs, engines.measures.kv_snapshots)
         self._start_time = asyncio.get_running_loop().time()
         self._calls: dict[tuple[Caller, str], asyncio.Task[Any]] = {}  # of Generate, by request id
         self._archive: tuple[bytes, str] | None = None
@@ -163,6 +172,39 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
             dp_rank_count=len(entries),
             loads=entries,
         )
+
+    async def FlushCache(self, request: Message, context: Context) -> Message:
+        async with abort_on_error(context):
+            with self._engines.measures.counting_refusals():
+                refuse_unknown_fields(request)
+                if not self._settings.is_operator(caller_of(context)):
+                    raise OperatorsOnly("flushing the cache slows down all callers")
+                if not 0 <= request.timeout_s <= MAX_FLUSH_WAIT_S:
+                    problem = f"{request.timeout_s:g} is not from 0 to {MAX_FLUSH_WAIT_S:g}"
+                    raise InvalidRequest("timeout_s", problem, value=request.timeout_s)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + request.timeout_s
+        while self._engines.num_live and loop.time() < deadline:
+            await asyncio.sleep(FLUSH_POLL_S)
+        num_dropped, num_left = self._engines.flush_cache()
+        message = f"{num_dropped} blocks dropped"
+        if num_left:
+            message += (
+                f"; {num_left} stay, since running requests use them: wait longer (timeout_s)"
+            )
+        return common_pb2.FlushCacheResponse(success=not num_left, message=message)
+
+    async def SubscribeKvEvents(self, request: Message, context: Context) -> None:
+        async with abort_on_error(context):
+            is_operator = self._settings.is_operator(caller_of(context))
+            with self._engines.measures.counting_refusals():
+                refuse_unknown_fields(request)
+                if self._settings.is_cache_shared and not is_operator:
+                    raise OperatorsOnly("the cache is shared, and its tokens are others' prompts")
+                if request.start_sequence_number:
+                    raise HistoryGone(request.start_sequence_number)
+            salt = self._settings.cache_salt(self._generation.flow_of(context))
+            await self._feed.serve(salt, context.write)
 
     async def GetTokenizer(self, request: Message, context: Context) -> None:
         if self._tokenizer_file is None:

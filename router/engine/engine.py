@@ -29,6 +29,7 @@ from router.errors import (
 )
 from router.requests.request import NO_COLUMNS, Columns, Listener, Listeners, Request, Sequence
 from router.requests.waiting_queue import Quarantine, WaitingQueue, note_loss
+from router.scheduling.block_log import BlockLog
 from router.scheduling.counters import EpochStats, GroupMeasures
 from router.scheduling.scheduler import Scheduler, SchedulerSettings
 from router.scheduling.step import GroupInfo, InFlight, ServedModel, StepResult, StepSettings
@@ -94,6 +95,7 @@ class Engine:
         listeners: Of all calls that may wait for tokens.
         settings: What the operator said.
         on_end: Told of each sequence that ends.
+        logs_blocks: Whether somebody may ask what the prefix caches hold.
 
     Attributes:
         on_change: Called when the group has formed or is lost; `Engines.drive` sets it.
@@ -112,6 +114,7 @@ class Engine:
         settings: EngineSettings,
         *,
         on_end: Callable[[Sequence], None],
+        logs_blocks: bool = False,
     ) -> None:
         self.group = group
         self.model: ServedModel | None = None
@@ -122,6 +125,7 @@ class Engine:
         self._listeners = listeners
         self._settings = settings
         self._on_end = on_end
+        self._logs_blocks = logs_blocks
         self._clock = asyncio.get_running_loop().time
         self.lost_time = self._clock()
         self._progress_time = self._clock()  # formed, committed, or got work when it had none
@@ -318,6 +322,20 @@ class Engine:
         table = self._scheduler.table
         return sum(map(table.num_bound, range(table.dp_size)))
 
+    @property
+    def block_logs(self) -> list[BlockLog | None]:
+        """What each rank's prefix cache holds; one None while the group forms."""
+        return [None] if self._scheduler is None else [c.log for c in self._scheduler.caches]
+
+    def flush_cache(self) -> tuple[int, int]:
+        """Drops all cached blocks that nobody uses.
+
+        Returns how many these were, and how many are left for prompts to find, since they are used.
+        """
+        caches = [] if self._scheduler is None else self._scheduler.caches
+        num_dropped = sum(cache.pool.evict_all() for cache in caches)
+        return num_dropped, sum(cache.num_named for cache in caches)
+
     def status(self) -> pb.GroupStatus:
         """Returns the group's part of GetStatus' answer."""
         status = epoch_status(self._stats, self._info, self._scheduler, self._clock())
@@ -350,6 +368,7 @@ class Engine:
             clock=self._clock,
             on_end=self._on_end,
             measures=self.measures,
+            logs_blocks=self._logs_blocks,
         )
         self._info, self._scheduler = info, scheduler
         self.measures.costs.begin_epoch((info.model.fingerprint, info.shape))

@@ -22,6 +22,7 @@ from router.errors import (
     ShuttingDown,
 )
 from router.requests.request import Columns, Listener, Listeners, Request, Sequence
+from router.scheduling.block_log import BlockLog
 from router.scheduling.counters import GroupTotals, RequestMeasures
 from router.scheduling.step import ServedModel
 
@@ -227,6 +228,15 @@ class Engines:
 
     def status(self) -> list[pb.GroupStatus]:
         return [engine.status() for engine in self._engines]
+
+    def block_logs(self) -> list[BlockLog | None]:
+        """Returns what the prefix cache of each rank holds; None for a group that has not formed."""
+        return [log for engine in self._engines for log in engine.block_logs]
+
+    def flush_cache(self) -> tuple[int, int]:
+        """Drops cached blocks of all groups; see Engine.flush_cache."""
+        num_dropped, num_left = zip(*[e.flush_cache() for e in self._engines], strict=True)
+        return sum(num_dropped), sum(num_left)
 
     def totals(self) -> list[GroupTotals]:
         """Returns what each group's epochs amounted to, so far."""

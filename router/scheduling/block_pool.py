@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from router.requests.request import Int32Array
+from router.scheduling.block_log import BlockLog
 
 BlockIds = npt.NDArray[np.int32]
 BlockHash = bytes
@@ -136,6 +137,12 @@ class BlockPool:
             self._ref_counts[block_ids] -= (num_times - 1).astype(np.int32)
         self.release(block_ids)
 
+    def evict_all(self) -> int:
+        """Makes all cached blocks free. Returns how many there were."""
+        num_evicted = self.num_cached
+        self._evict(num_evicted)
+        return num_evicted
+
     def _free_up(self, block_ids: BlockIds) -> None:
         self._ref_counts[block_ids] = 1
         self._free[self.num_free : self.num_free + len(block_ids)] = block_ids
@@ -221,12 +228,19 @@ class PrefixCache:
     Args:
         num_blocks: Blocks of the pool.
         window_reach: Blocks that a window needs before that of the next token; None: no windows.
+        is_logged: Whether somebody may ask what the blocks hold.
+
+    Attributes:
+        log: Of what they hold; None where nobody may ask.
     """
 
-    def __init__(self, num_blocks: int, window_reach: int | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, window_reach: int | None = None, *, is_logged: bool = False
+    ) -> None:
         self._window_reach = window_reach
         self.pool = BlockPool(num_blocks, on_evict=self._forget)
         self._block_of: dict[BlockHash, int] = {}
+        self.log = BlockLog(self._block_of, num_blocks) if is_logged else None
         self._hash_of = [b""] * num_blocks  # only of blocks that the pool keeps
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
@@ -262,11 +276,14 @@ class PrefixCache:
         """Returns about how many blocks `match` would find: it looks at few, by halving."""
         return bisect_left(hashes, True, key=lambda name: name not in self._block_of)
 
-    def insert(self, hashes: list[BlockHash], block_ids: BlockIds) -> None:
-        """Names used blocks without a name. A name that another has stays with that one."""
+    def insert(self, hashes: list[BlockHash], block_ids: BlockIds) -> list[bool] | None:
+        """Names used blocks without a name. A name that another has stays with that one.
+
+        Returns which blocks got their name; None: all of them.
+        """
         if not hashes:
-            return
-        ids = block_ids.tolist()
+            return None
+        ids, is_owner = block_ids.tolist(), None
         owners = list(map(self._block_of.setdefault, hashes, ids))
         if owners != ids:  # others have some of the names
             is_owner = [owner == block_id for owner, block_id in zip(owners, ids, strict=True)]
@@ -276,8 +293,17 @@ class PrefixCache:
         for name, block_id in zip(hashes, ids, strict=True):
             hash_of[block_id] = name
         self.pool.keep(block_ids)
+        return is_owner
+
+    @property
+    def num_named(self) -> int:
+        """Blocks that a prompt may find, whether in use or not."""
+        return len(self._block_of)
 
     def _forget(self, block_ids: BlockIds) -> None:
         block_of, hash_of = self._block_of, self._hash_of
-        for block_id in block_ids.tolist():
-            del block_of[hash_of[block_id]]
+        names = [hash_of[block_id] for block_id in block_ids.tolist()]
+        for name in names:
+            del block_of[name]
+        if self.log is not None:
+            self.log.forget(names)

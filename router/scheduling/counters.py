@@ -26,9 +26,11 @@ from router.errors import (
     ConstraintFailed,
     DeadlineExceeded,
     ExecutorFailed,
+    HistoryGone,
     InvalidRequest,
     ModelNotFound,
     NotReady,
+    OperatorsOnly,
     PromptTooLong,
     QueueFull,
     RequestExists,
@@ -64,6 +66,8 @@ REFUSALS = (
     NotReady,
     ShuttingDown,
     DeadlineExceeded,
+    OperatorsOnly,
+    HistoryGone,
 )
 FAILURES = (Cancelled, DeadlineExceeded, ShuttingDown, ConstraintFailed, ExecutorFailed)
 
@@ -389,6 +393,7 @@ class RequestMeasures:
         refused: Requests and calls that were not taken, by the error's reason.
         ended: Sequences that ended, by STOP, LENGTH or the error's reason.
         total_s: From arrival to the last token, of sequences that ended without an error.
+        kv_snapshots: Snapshots of the prefix caches for subscribers, by why they were sent.
     """
 
     def __init__(self) -> None:
@@ -398,6 +403,7 @@ class RequestMeasures:
         self.ended = Counter({reason.name: 0 for reason in FinishReason})
         self.ended.update({error.reason: 0 for error in FAILURES})
         self.total_s = Histogram(LATENCY_BOUNDS)
+        self.kv_snapshots = Counter(dict.fromkeys(("new", "epoch", "slow"), 0))
 
     def add_refusal(self, reason: str) -> None:
         """Counts a call that was turned away before anybody read a request in it."""

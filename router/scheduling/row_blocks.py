@@ -20,6 +20,7 @@ from itertools import pairwise
 import numpy as np
 
 from router.requests.request import Int32Array
+from router.scheduling.block_log import BlockRun
 from router.scheduling.block_pool import (
     WINDOW,
     BlockIds,
@@ -256,8 +257,15 @@ class RowBlocks:
         if len(hashes) < end:
             tokens, salt = table.tokens[row, :num_known], sequence.request.cache_salt
             extend_block_hashes(hashes, tokens, table.block_size, salt)
-        cache = self._caches[table.rank_of(row)]
-        cache.insert(hashes[first:end], table.block_table[row, first:end])
+        cache, block_ids = self._caches[table.rank_of(row)], table.block_table[row, first:end]
+        is_new = cache.insert(hashes[first:end], block_ids)
+        if cache.log is not None:
+            salt, size = sequence.request.cache_salt, table.block_size
+            names = hashes[first - 1 : end] if first else [salt, *hashes[:end]]
+            tokens = table.tokens[row, first * size : end * size].copy().reshape(-1, size)
+            run = BlockRun(salt, first, names, block_ids.copy(), tokens)
+            for part in (run,) if is_new is None else run.parts(is_new):
+                cache.log.store(part)
         if table.has_windows:
             held = max(first, int(table.num_past_blocks[row]))
             names = [name + WINDOW for name in hashes[held:end]]

@@ -81,8 +81,10 @@ class Scheduler:
         clock: The event loop's time, in seconds.
         on_end: Told of each bound sequence that ends, after its row has let go of it.
         measures: Gets the sequences' times.
+        logs_blocks: Whether somebody may ask what the prefix caches hold.
 
     Attributes:
+        caches: [dp_size] prefix cache of each rank.
         num_preemptions: [dp_size] sequences that lost their blocks to others.
         gate: Knows whether drafts pay.
     """
@@ -97,6 +99,7 @@ class Scheduler:
         clock: Callable[[], float],
         on_end: Callable[[Sequence], None],
         measures: GroupMeasures | None = None,
+        logs_blocks: bool = False,
     ) -> None:
         self.table = SequenceTable(
             dp_size=shape.dp_size,
@@ -106,7 +109,9 @@ class Scheduler:
             kv_window=shape.kv_window,
         )
         reach = self.table.window_reach if self.table.has_windows else None
-        self.caches = [PrefixCache(num_blocks, reach) for num_blocks in shape.num_blocks]
+        self.caches = [
+            PrefixCache(num_blocks, reach, is_logged=logs_blocks) for num_blocks in shape.num_blocks
+        ]
         self.num_preemptions = [0] * shape.dp_size
         self.gate = DraftGate(settings)
         speculation = shape.speculation if self.gate.is_on else None

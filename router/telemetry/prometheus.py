@@ -29,6 +29,7 @@ class Snapshot:
     refused: dict[str, int]
     ended: dict[str, int]
     total_s: Histogram
+    kv_snapshots: dict[str, int]
     groups: list[pb.GroupStatus]
     totals: list[GroupTotals]
 
@@ -83,6 +84,9 @@ ROUTER: list[Metric[Snapshot]] = [
            "Sequences that were taken and ended: STOP, LENGTH, or the error's reason."),
     Metric("request_seconds", "histogram", (), lambda r: r.total_s,
            "From arrival to the last token, of sequences that ended without an error."),
+    Metric("kv_snapshots_total", "counter", ("reason",), lambda r: r.kv_snapshots,
+           "Lists of all cached blocks that gateways were sent: as they subscribed (new), as a group "
+           "had formed or was lost (epoch), or in place of events that they were too slow for (slow)."),
 ]
 GROUP_STATUS: list[Metric[pb.GroupStatus]] = [
     Metric("group_ready", "gauge", (), lambda g: float(g.state == pb.GROUP_STATE_READY),
@@ -208,6 +212,7 @@ def take_snapshot(engines: Engines, version: str) -> Snapshot:
         refused=dict(requests.refused),
         ended=dict(requests.ended),
         total_s=requests.total_s.copy(),
+        kv_snapshots=dict(requests.kv_snapshots),
         groups=engines.status(),
         totals=engines.totals(),
     )

@@ -21,6 +21,7 @@ def router_families() -> list[Family]:
         refused={},
         ended={},
         total_s=Histogram(LATENCY_BOUNDS),
+        kv_snapshots={},
         groups=[serving_pb2.GroupStatus()],
         totals=[GroupMeasures().totals()],
     )

@@ -1,6 +1,7 @@
 """Times the router's own work per step, in one process and without transport.
 
-    python -m tests.bench.router.bench_router_step [--ranks 16] [--rows 256] [--output 512] [--profile]
+    python -m tests.bench.router.bench_router_step [--ranks 16] [--rows 256] [--output 512]
+        [--subscribers -1] [--profile]
 
 Every row decodes: 16 ranks of 256 sequences, blocks of 16 tokens, prompts of 128 random tokens and
 outputs of 512, all at different places. So in each step about 8 sequences finish, 8 others are
@@ -8,7 +9,8 @@ bound and prefilled, and 256 rows get a block. With `--output 16384` hardly any 
 left is the work for rows that only go on; with `--window 128`, in two lists of blocks. At 512, the
 pool is as full as after hours of serving: each block that is acquired evicts a cached one, and each
 full block is named for the prefix cache. Two steps are in flight. One columnar listener takes all tokens of each step into one
-GenerateManyResponse.
+GenerateManyResponse. With `--subscribers 0`, what blocks hold is logged, as it is where the service
+for gateways is on; with 1, a gateway subscribes to it, and is told every fifth step.
 
     plan     WaitingQueue.submit, Scheduler.schedule
     encode   encode_step, to bytes for each rank
@@ -16,24 +18,27 @@ GenerateManyResponse.
     commit   Scheduler.commit
     listeners  take_columns, the message and SerializeToString
     count    EpochStats.add and StepTimes.add: what metrics take from each step
+    events   BlockFeed.flush, and SerializeToString of its batches
 
 Making requests and the executors' answers is not counted. The garbage collector is off, as a
 collection would hit one phase at random. Times are CPU times of the one thread: what neighbours on
 the same cores take is not in them, though what they do to the caches is.
 """
 
+import asyncio
 import cProfile
 import gc
 import pstats
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from protos.executor.v1 import executor_pb2 as pb
 from protos.serving.v1 import serving_pb2
+from router.api.vllm_kv_events import BlockFeed
 from router.executors.step_codec import decode_step, encode_step, ran_as_sent
 from router.requests.request import (
     Listeners,
@@ -62,7 +67,8 @@ T = TypeVar("T")
 VOCAB_SIZE = 150_000
 DEPTH = 2
 MAX_WARM_UP = 1024  # steps; of outputs of 512, every first one is gone and the pool is full
-PHASES = ("plan", "encode", "decode", "commit", "listeners", "count")
+PHASES = ("plan", "encode", "decode", "commit", "listeners", "count", "events")
+EVENT_STEPS = 5  # between two looks at the logs, which are a tenth of a second apart
 
 
 class Bench:
@@ -74,7 +80,12 @@ class Bench:
     """
 
     def __init__(
-        self, num_ranks: int, rows_per_rank: int, output_len: int = 512, kv_window: int = 0
+        self,
+        num_ranks: int,
+        rows_per_rank: int,
+        output_len: int = 512,
+        kv_window: int = 0,
+        num_subscribers: int = -1,
     ) -> None:
         self.rng = np.random.default_rng(0)
         self.output_len = output_len
@@ -102,7 +113,14 @@ class Bench:
             SchedulerSettings(),
             clock=time.monotonic,
             on_end=self._on_end,
+            logs_blocks=num_subscribers >= 0,
         )
+        self._feed = BlockFeed(lambda: [cache.log for cache in self.scheduler.caches], Counter())
+        self._loop = asyncio.new_event_loop()
+        self._subscribers = [
+            self._loop.create_task(self._feed.serve(b"", self._write))
+            for _ in range(num_subscribers)
+        ]
         self.stats = EpochStats(self.scheduler.caches, self.scheduler.num_preemptions)
         self.step_times = StepTimes()
         self.in_flight: deque[tuple[StepPlan, int, list[bytes]]] = deque()
@@ -138,6 +156,7 @@ class Bench:
         self._timed(times, lambda: self.scheduler.commit(plan, result))
         self._timed(times, self._read)
         self._timed(times, lambda: self._count(plan, result))
+        self._timed(times, self._tell)
         self.times.append(times)
         self.num_events.append(len(self._ended))
         self.listener.ended.clear()
@@ -148,6 +167,21 @@ class Bench:
         now = time.perf_counter()
         self.stats.add(plan, result, now)
         self.step_times.add(InFlight(plan, now, now, now), result, now)
+
+    def _tell(self) -> None:
+        if self._subscribers and len(self.times) % EVENT_STEPS == 0:
+            self._feed.flush()
+            self._loop.run_until_complete(asyncio.sleep(0))
+
+    def close(self) -> None:
+        """Ends the subscriptions."""
+        for task in self._subscribers:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*self._subscribers, return_exceptions=True))
+        self._loop.close()
+
+    async def _write(self, batch: Any) -> None:
+        batch.SerializeToString()
 
     def _timed(self, times: list[float], work: Callable[[], T]) -> T:
         started = time.thread_time()
@@ -210,9 +244,9 @@ def _decode(
 
 def main() -> None:
     sizes = {"ranks": 16, "rows": 256, "output": 512, "steps": 1000, "window": 0}
-    options = parse_options(__doc__, profile=False, **sizes)
+    options = parse_options(__doc__, profile=False, subscribers=-1, **sizes)
 
-    bench = Bench(options.ranks, options.rows, options.output, options.window)
+    bench = Bench(options.ranks, options.rows, options.output, options.window, options.subscribers)
     for _ in range(min(2 * options.output, MAX_WARM_UP)):
         bench.step()
     bench.times.clear()
@@ -228,6 +262,7 @@ def main() -> None:
         profile.disable()
         pstats.Stats(profile).sort_stats("tottime").print_stats(30)
 
+    bench.close()
     times = np.array(bench.times) * 1e6
     times = np.column_stack((times, times.sum(axis=1)))
     num_cached = sum(cache.pool.num_cached for cache in bench.scheduler.caches)

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
+from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from protos.serving.v1 import serving_pb2 as pb
 from protos.serving.v1 import serving_pb2_grpc
@@ -41,14 +41,22 @@ class Front:
 
 
 @asynccontextmanager
-async def front(folder: Path) -> AsyncIterator[Front]:
+async def front(folder: Path, **scope: str) -> AsyncIterator[Front]:
     """Callers `mine` and `ops` have names, `other` has none."""
     tokens = folder / "tokens"
     lines = [f"mine {TOKENS['mine']}", TOKENS["other"], f"ops {TOKENS['ops']}"]
     tokens.write_text("\n".join(lines))
-    engines, settings = FakeEngines(), CallerSettings(operators="ops", flow_metadata="x-user")
+    settings = CallerSettings(operators="ops", flow_metadata="x-user", **scope)
+    engines = FakeEngines()
     servicer = GenerationServicer(engines, None, "1", settings)  # type: ignore[arg-type]
-    gateways = VllmEngineServicer(servicer, engines, None, "1", is_ready=lambda: False)  # type: ignore[arg-type]
+    gateways = VllmEngineServicer(
+        servicer,
+        engines,  # type: ignore[arg-type]
+        None,
+        "1",
+        is_ready=lambda: False,
+        settings=settings,
+    )
     services = generation(servicer), partial(add_vllm_engine, servicer=gateways)
     options = front_of(servicer, engines)
     options["interceptors"] = [
@@ -171,3 +179,17 @@ async def test_executors_are_shown_to_operators_only(tmp_path: Path):
             served.engines.groups = [pb.GroupStatus(problem=TOLD)]
             health = vllm_engine_pb2.HealthCheckRequest()
             assert problem in (await served.vllm.HealthCheck(health, **by(caller))).message
+
+
+async def test_the_cache_of_all_is_told_to_operators_and_flushed_by_them_only(tmp_path: Path):
+    subscribe, flush = common_pb2.SubscribeKvEventsRequest(), common_pb2.FlushCacheRequest()
+    async with front(tmp_path, prefix_cache_scope="shared") as served:
+        for call in (
+            served.vllm.SubscribeKvEvents(subscribe, **by("mine")),
+            served.vllm.FlushCache(flush, **by("mine")),
+        ):
+            assert (await failure(call)).code() is grpc.StatusCode.PERMISSION_DENIED
+        assert (await served.vllm.FlushCache(flush, **by("ops"))).success
+        call = served.vllm.SubscribeKvEvents(subscribe, **by("ops"))
+        assert (await call.read()).snapshot.count == 1
+        call.cancel()

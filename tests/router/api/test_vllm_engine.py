@@ -27,7 +27,7 @@ from tests.router.support.requests import scored
 from tests.router.support.statuses import FORMING, rank, ready
 from tests.router.support.vllm_calls import answers, calling, connected, generate, generating
 
-MESSAGE_FILES = {"vllm_engine.py", "vllm_messages.py"}
+MESSAGE_FILES = {"vllm_engine.py", "vllm_kv_events.py", "vllm_messages.py"}
 
 
 # ---- answers

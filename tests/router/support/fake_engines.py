@@ -22,6 +22,7 @@ from router.api.health import Health
 from router.api.text import Tokenizer
 from router.errors import Cancelled, DeadlineExceeded, RequestExists, ShuttingDown
 from router.requests.request import Columns, FinishReason, Listener, Listeners, Request, Sequence
+from router.scheduling.block_log import BlockLog
 from router.scheduling.counters import RequestMeasures
 from router.scheduling.step import ServedModel
 
@@ -43,6 +44,8 @@ class FakeEngines:
         arrivals: Requests submitted that no test has looked at.
         refusal: What `submit` raises, if set.
         echoes: Whether each continuation ends at once, with the prompt as its output.
+        logs: What `block_logs` returns.
+        flushed: What `flush_cache` returns.
     """
 
     def __init__(self, model: ServedModel | None = MODEL, max_listeners: int = 8) -> None:
@@ -55,6 +58,8 @@ class FakeEngines:
         self.groups: list[serving_pb2.GroupStatus] = []
         self.events: list[serving_pb2.Event] = []
         self.is_draining = self.is_shutting_down = False
+        self.logs: list[BlockLog | None] = []
+        self.flushed = (0, 0)
         self.measures = RequestMeasures()
         self._max_listeners = max_listeners
 
@@ -64,6 +69,12 @@ class FakeEngines:
 
     def begin_drain(self, **_: float) -> None:
         self.is_draining = True
+
+    def block_logs(self) -> list[BlockLog | None]:
+        return self.logs
+
+    def flush_cache(self) -> tuple[int, int]:
+        return self.flushed
 
     def shut_down(self) -> None:
         self.is_shutting_down = True

@@ -49,7 +49,7 @@ class Stepper:
 
     Args:
         acceptance: Share of drafts that are accepted if those before them are.
-        drafts: See Scheduler.
+        drafts, logs_blocks: See Scheduler.
 
     Attributes:
         ended: Sequences that ended, in order.
@@ -62,9 +62,11 @@ class Stepper:
         shape: GroupShape,
         *,
         acceptance: float = 1.0,
+        logs_blocks: bool = False,
         **settings: Any,
     ) -> None:
         self.shape = shape
+        self._logs_blocks = logs_blocks
         self.admission = WaitingQueue(max_sequences=1000, max_tokens=100_000)
         self.listeners = Listeners(max_listeners=4)
         self.listener = self.listeners.open()
@@ -86,6 +88,7 @@ class Stepper:
             clock=lambda: self.now,
             on_end=self.ended.append,
             measures=self.measures,
+            logs_blocks=self._logs_blocks,
         )
         self.table = self.scheduler.table
         self.in_flight: deque[StepPlan] = deque()
