@@ -210,11 +210,10 @@ class Cpu(Device):
         return cpu_kernels(model, dtype=dtype, max_moe_rows=max_moe_rows, keeping=keeping)
 
     def why_not_int8(self) -> str | None:
-        try:
-            library.require()
-        except library.NoKernels as error:
-            return f"it takes kernels of the CPU, of which there are none: {error}"
-        return None
+        kernels, problem = library.find()
+        return (
+            None if kernels else f"it takes kernels of the CPU, of which there are none: {problem}"
+        )
 
     def attention(
         self,

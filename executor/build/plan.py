@@ -17,11 +17,11 @@ from executor.budget.capture_sizes import (
 from executor.budget.speculation import SpeculationPlan
 from executor.budget.token_budget import TokenBudget
 from executor.config import ExecutorConfig, resolve_max_model_len
-from executor.model.cpu_kernels.moe import HIDDEN_MULTIPLE
 from executor.model.decoder.sizes import attention_of, attention_share
 from executor.model.drafts.config import DraftConfig
 from executor.model.families import read_spec
 from executor.model.moe.dispatch import DISPATCHERS
+from executor.model.moe.runner_cpu import HIDDEN_MULTIPLE
 from executor.model.spec import MlaSpec, ModelSpec
 from executor.parallel.layout import divisors, require_gathered_buffer
 

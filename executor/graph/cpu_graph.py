@@ -9,8 +9,9 @@ other executors, the pass is called each time.
 """
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import structlog
@@ -19,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from executor.model.cpu_kernels.calls import Call, Replay, noting
+from executor.model.cpu_kernels.library import Library
 
 log = structlog.stdlib.get_logger(__name__)
 
@@ -38,39 +39,36 @@ class GraphMemory:
     """Memory of what graphs compute on the way. They run one after another, so all share it."""
 
     def __init__(self) -> None:
-        self._blocks: list[torch.Tensor] = []
-        self._twins: dict[int, torch.Tensor] = {}  # by address: the same memory, of no storage
+        self._blocks: dict[int, torch.UntypedStorage] = {}  # by address
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
         """Returns a tensor of such a shape, strides and type in a block that no tensor has."""
         size = like.untyped_storage().nbytes()
-        for block in self._blocks:
-            if size <= block.nbytes <= 2 * size and _is_free(block):
+        for block in self._blocks.values():
+            is_free = torch._C._storage_Use_Count(block._cdata) == 1
+            if is_free and size <= block.nbytes() <= 2 * size:
                 break
         else:
-            block = torch.empty(max(size, 64), dtype=torch.uint8)
-            address = block.data_ptr()
-            memory = (ctypes.c_uint8 * block.nbytes).from_address(address)
-            self._blocks.append(block)
-            self._twins[address] = torch.frombuffer(memory, dtype=torch.uint8)
-        return _strided_as(like, block)
+            block = torch.empty(max(size, 64), dtype=torch.uint8).untyped_storage()
+            self._blocks[block.data_ptr()] = block
+        return _placed_as(like, block)
+
+    def has(self, x: torch.Tensor) -> bool:
+        """Returns whether x lies in a block."""
+        return x.untyped_storage().data_ptr() in self._blocks
 
     def noted(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns x, which may lie in a block, as a graph refers to it: the block is not its own."""
-        twin = self._twins.get(x.untyped_storage().data_ptr())
-        return x if twin is None else _strided_as(x, twin)
+        """Returns x as a graph refers to it: if it lies in a block, that is not its own."""
+        if not self.has(x):
+            return x
+        block = self._blocks[x.untyped_storage().data_ptr()]
+        memory = (ctypes.c_uint8 * block.nbytes()).from_address(block.data_ptr())
+        return _placed_as(x, torch.frombuffer(memory, dtype=torch.uint8).untyped_storage())
 
 
-def _strided_as(x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """Returns what lies in bytes as x does in its storage."""
-    numbers = memory[: memory.nbytes // x.itemsize * x.itemsize].view(x.dtype)
-    return numbers.as_strided(x.shape, x.stride(), x.storage_offset())
-
-
-def _is_free(block: torch.Tensor) -> bool:
-    """Returns whether a block's storage is its own: views that are left would count."""
-    count: int = torch._C._storage_Use_Count(block.untyped_storage()._cdata)
-    return count == 2  # the block's, and that of the object which asks
+def _placed_as(x: torch.Tensor, memory: torch.UntypedStorage) -> torch.Tensor:
+    """Returns what lies in memory as x does in its own."""
+    return torch.empty(0, dtype=x.dtype).set_(memory, x.storage_offset(), x.shape, x.stride())
 
 
 class CpuGraph:
@@ -82,11 +80,12 @@ class CpuGraph:
         run: The pass.
     """
 
-    def __init__(self, kernels: ctypes.CDLL, memory: GraphMemory, run: Callable[[], None]) -> None:
+    def __init__(self, kernels: Library, memory: GraphMemory, run: Callable[[], None]) -> None:
         self._kernels = kernels
         self._memory = memory
         self._run = run
         self._parts: list[Part] = []
+        self._kept: list[torch.Tensor] = []
 
     def __call__(self) -> None:
         if not self._parts:
@@ -98,38 +97,45 @@ class CpuGraph:
     def _record(self) -> list[Part]:
         """Runs the pass, and returns what runs it again."""
         recorder = _Recorder(self._memory)
-        with noting(recorder.work.append), recorder, _ReadGuard(recorder):
+        with self._kernels.noting(recorder.note), recorder, _ReadGuard(recorder):
             self._run()
+        self._kept = recorder.kept
         if recorder.problem is not None:
             log.info("cpu_graph_called", operator=recorder.problem)
             return [self._run]
         parts: list[Part] = []
-        calls: list[Call] = []
-        for work in [*recorder.work, None]:
-            if isinstance(work, Call):
-                calls.append(work)
-                continue
-            if calls:
-                parts.append(Replay(self._kernels, calls))
-            if work is not None:
-                parts.append(work)
-            calls = []
+        for are_calls, group in groupby(recorder.work, key=lambda one: isinstance(one, bytes)):
+            work = [*group]
+            parts += [self._replayed(work)] if are_calls else work
         return parts
+
+    def _replayed(self, calls: list[bytes]) -> Part:
+        """Returns what makes calls of kernels again."""
+        joined, count = b"".join(calls), len(calls)
+        return lambda: self._kernels.replay(joined, count)
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes PyTorch's operators, and puts what they make into memory that stays.
 
     Attributes:
-        work: Calls of kernels and of operators, in order.
+        work: Calls of kernels, as bytes, and of operators, in order.
+        kept: What kernels read besides: a batch may be forgotten once it has run.
         problem: What is called that cannot be called again; None without.
     """
 
     def __init__(self, memory: GraphMemory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.work: list[Call | Part] = []
+        self.work: list[Any] = []
+        self.kept: list[torch.Tensor] = []
         self.problem: str | None = None
         self._memory = memory
+
+    def note(self, call: bytes, arguments: tuple[Any, ...]) -> None:
+        """Notes a kernel's call."""
+        tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+        self.work.append(call)
+        self.kept += [x for x in tensors if not self._memory.has(x)]
 
     def __torch_dispatch__(
         self,
@@ -151,15 +157,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         again = partial(operator, *given, **named)
         if operator._schema.is_mutable:
             self.work.append(again)
-        elif isinstance(result, torch.Tensor):
-            result = self._memory.take(result).copy_(result)
-            to = noted(result)
-            self.work.append(lambda: to.copy_(again()))
-        else:
-            result = type(result)(self._memory.take(x).copy_(x) for x in result)
-            places = [noted(x) for x in result]
-            self.work.append(lambda: [y.copy_(x) for y, x in zip(places, again(), strict=True)])
-        return result
+            return result
+        made = [self._memory.take(x).copy_(x) for x in _tensors(result)]
+        places = [noted(x) for x in made]
+        self.work.append(
+            lambda: [y.copy_(x) for y, x in zip(places, _tensors(again()), strict=True)]
+        )
+        return made[0] if isinstance(result, torch.Tensor) else type(result)(made)
 
 
 class _ReadGuard(TorchFunctionMode):
@@ -183,6 +187,10 @@ class _ReadGuard(TorchFunctionMode):
 
 def _shares_memory(result: Any, args: tuple[Any, ...]) -> bool:
     """Returns whether a view is one: ``reshape``, ``to`` and the like copy where they must."""
-    [first, *_] = result if isinstance(result, list | tuple) else [result]
-    storage = first.untyped_storage().data_ptr()
+    storage = _tensors(result)[0].untyped_storage().data_ptr()
     return any(storage == arg.untyped_storage().data_ptr() for arg in args if torch.is_tensor(arg))
+
+
+def _tensors(result: Any) -> Sequence[torch.Tensor]:
+    """Returns what an operator makes, one tensor or some."""
+    return (result,) if isinstance(result, torch.Tensor) else result

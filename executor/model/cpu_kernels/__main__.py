@@ -16,7 +16,8 @@ def main() -> None:
         print(f"No kernels for bfloat16 on this CPU, which stays slower: {error}")
     for tile in tiles:
         try:
-            built(tile)
+            with built(tile):
+                pass
         except (NoKernels, OSError) as error:
             print(f"No kernels for bfloat16 by {tile}: {error}")
 

@@ -1,4 +1,4 @@
-"""Compiled kernels: the tile that this CPU runs, the build, the cache of what was built.
+"""Compiled kernels: the tile that this CPU runs, the build, the cache of what was built, and calls.
 
     src/*  ──g++ -fopenmp, a tile──▶  <cache>/TILE-SOURCES-COMPILER.so  ──checksum, ctypes──▶  kernels
 
@@ -11,20 +11,25 @@ there are no kernels, callers run plain PyTorch.
 """
 
 import ctypes
-import fcntl
+import glob
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
+import struct
 import subprocess
 import tempfile
-from functools import cache
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import structlog
-
-from executor.model.cpu_kernels.calls import noted
+from torch import Tensor
 
 CHOICE = "LOCKSTEP_CPU_KERNELS"  # auto, a tile, or off
 CACHE = "LOCKSTEP_CPU_KERNELS_CACHE"  # a folder
@@ -49,21 +54,26 @@ _TILES = {
 }
 TILES = tuple(_TILES)
 
-# The arguments of each kernel, as its source declares them: p pointer, i int64_t, f float.
-SIGNATURES = {
+# The arguments of each kernel, as its source declares them: p pointer, i int64_t, f float; a struct
+# is its fields. Kernels are numbered in this order.
+KERNELS = {
     "add_norm": "pipppiif",
     "arg_max": "pipii",
-    "attention": "ppp",
+    "attention": "iiiiipf iiiiippppp pppiiipppp",
     "linear": "piippppiiii",
     "moe": "ppppppppppiiiiifff",
     "prepare_heads": "piipppiiiiif",
-    "route": "ppipppppppii",
+    "route": "iiiiiiif pipppppppii",
     "silu_and_mul": "ppii",
-    "replay": "pi",  # the last: it numbers the others in this order
 }
-_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
+LANES = 16  # widths of rows that most kernels take are multiples of it
+_WORDS = {"p": "Q", "i": "q", "f": "f4x", " ": ""}
+_PACK = {
+    name: partial(struct.Struct("<q" + "".join(_WORDS[kind] for kind in kinds)).pack, number)
+    for number, (name, kinds) in enumerate(KERNELS.items())
+}
 
-Library = ctypes.CDLL
+Note = Callable[[bytes, tuple[Any, ...]], None]  # takes a call, and what it was given
 
 _LOG = structlog.stdlib.get_logger(__name__)
 
@@ -72,38 +82,64 @@ class NoKernels(Exception):
     """There are no kernels to be had here. Says why."""
 
 
+class Library:
+    """The kernels of a tile.
+
+    Args:
+        path: Of the compiled library.
+
+    Attributes:
+        replay: Takes noted calls, joined, and their number. Makes them again, one after another,
+            with what is now where their pointers lead.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.replay = ctypes.CDLL(str(path)).replay
+        self.replay.argtypes, self.replay.restype = (ctypes.c_char_p, ctypes.c_int64), None
+        self._thread = _Thread()
+
+    def __call__(self, kernel: str, *arguments: Tensor | float | None) -> None:
+        """Calls a kernel. Where it takes pointers, it is given tensors, or None."""
+        call = _PACK[kernel](*[x.data_ptr() if type(x) is Tensor else x or 0 for x in arguments])
+        self.replay(call, 1)
+        if self._thread.note is not None:
+            self._thread.note(call, arguments)
+
+    @contextmanager
+    def noting(self, note: Note) -> Iterator[None]:
+        """Has each call of this thread noted once it is made."""
+        self._thread.note = note
+        try:
+            yield
+        finally:
+            self._thread.note = None
+
+
+class _Thread(threading.local):
+    note: Note | None = None
+
+
+def by_row(x: Tensor) -> tuple[Any, ...]:
+    """Returns x with the numbers of its last dimension side by side, and its other strides."""
+    *strides, last = x.stride()
+    if last == 1:
+        return x, *strides
+    x = x.contiguous()
+    return x, *x.stride()[:-1]
+
+
 def load() -> Library | None:
-    """Returns the kernels, or None after a line in the log that says why there are none.
-
-    The first call may compile, for some seconds.
-    """
-    return _load_or_log(os.environ.get(CHOICE) or "auto")
+    """Returns the kernels; None where there are none. The first call may compile, for some seconds."""
+    return find()[0]
 
 
-def require() -> Library:
-    """Returns the kernels.
-
-    Raises:
-        NoKernels: There are none. Says why.
-    """
-    kernels, problem = _first_loaded(os.environ.get(CHOICE) or "auto")
-    if kernels is None:
-        raise NoKernels(problem)
-    return kernels
+def find() -> tuple[Library | None, str]:
+    """Returns the kernels, and why there are none or no better ones, which is logged once."""
+    return _find(os.environ.get(CHOICE) or "auto")
 
 
 @cache
-def _load_or_log(choice: str) -> Library | None:
-    kernels, problem = _first_loaded(choice)
-    if problem:
-        running = "another tile" if kernels else "slower, in plain PyTorch"
-        _LOG.warning("no_cpu_kernels", problem=problem, running=running)
-    return kernels
-
-
-@cache
-def _first_loaded(choice: str) -> tuple[Library | None, str]:
-    """Returns the kernels of the best tile that can be had, and why there are no better ones."""
+def _find(choice: str) -> tuple[Library | None, str]:
     kernels, problems = None, []
     try:
         for tile in choose(choice):
@@ -114,7 +150,11 @@ def _first_loaded(choice: str) -> tuple[Library | None, str]:
                 problems.append(str(error))
     except NoKernels as error:
         problems.append(str(error))
-    return kernels, "; ".join(dict.fromkeys(problems))
+    problem = "; ".join(dict.fromkeys(problems))
+    if problem:
+        running = "another tile" if kernels else "slower, in plain PyTorch"
+        _LOG.warning("no_cpu_kernels", problem=problem, running=running)
+    return kernels, problem
 
 
 def choose(choice: str) -> list[str]:
@@ -128,23 +168,16 @@ def choose(choice: str) -> list[str]:
     if choice not in ("auto", *TILES):
         raise NoKernels(f"{CHOICE}={choice}: need one of auto, {', '.join(TILES)}, off")
     runnable = [tile for tile in TILES if _TILES[tile][0] <= _cpu_flags()]
-    if not runnable:
-        raise NoKernels(f"this CPU has neither of {', '.join(TILES)} ({platform.machine()})")
-    if choice == "auto":
-        return runnable
-    if choice not in runnable:
-        raise NoKernels(f"{CHOICE}={choice}, but this CPU runs only {', '.join(runnable)}")
-    return [choice]
+    if chosen := [tile for tile in runnable if choice in ("auto", tile)]:
+        return chosen
+    found = f"of {', '.join(TILES)} it runs {', '.join(runnable) or 'none'}"
+    raise NoKernels(f"{CHOICE}={choice} does not fit this CPU ({platform.machine()}): {found}")
 
 
 def _cpu_flags() -> set[str]:
     """Returns what the CPU and the kernel beneath can do."""
-    if not _CPU_INFO.exists():
-        return set()
-    for line in _CPU_INFO.read_text().splitlines():
-        if line.startswith("flags"):
-            return set(line.split())
-    return set()
+    info = _CPU_INFO.read_text() if _CPU_INFO.exists() else ""
+    return {word for line in re.findall("^flags.*", info, re.M)[:1] for word in line.split()}
 
 
 @cache
@@ -155,81 +188,62 @@ def load_tile(tile: str) -> Library:
         NoKernels: They cannot be built or loaded.
     """
     try:
-        path = built(tile)
-        kernels = ctypes.CDLL(str(path))
-        if path.parent != _cache_folder():  # it stays loaded, and an executor ends without a word
-            _own_folder().cleanup()
-        for number, (name, kinds) in enumerate(SIGNATURES.items()):
-            function = getattr(kernels, name)
-            function.argtypes = [_TYPES[kind] for kind in kinds]
-            function.restype = None
-            if name != "replay":
-                setattr(kernels, name, noted(function, number, kinds))
-    except (OSError, AttributeError) as error:
+        with built(tile) as path:
+            return Library(path)
+    except OSError as error:
         raise NoKernels(f"cannot load the library: {error}") from error
-    return kernels
 
 
-def built(tile: str) -> Path:
-    """Returns a tile's library, which this CPU need not run; compiles it if the cache has none.
+@contextmanager
+def built(tile: str) -> Iterator[Path]:
+    """Gives a tile's library, which this CPU need not run: from the cache, or compiled and kept there.
+
+    One that cannot be kept is gone afterwards; where it is loaded, it stays so.
 
     Raises:
         NoKernels: It cannot be compiled.
     """
     compiler, folder = _compiler(), _cache_folder()
     sources = _digest(tile, *_flags(tile), *(p.read_text() for p in sorted(_SOURCES.iterdir())))
-    if compiler is None:  # an image without one: any that was built of these sources
-        found = [path for path in folder.glob(f"{tile}-{sources}-*.so") if _is_whole(path)]
-        if not found:
-            raise NoKernels(f"no {_COMPILER} here, and nothing built in {folder}")
-        return min(found)
-    name = f"{tile}-{sources}-{_digest(compiler)}.so"
-    if _is_whole(folder / name):
-        return folder / name
-    try:
-        return _kept(tile, folder / name)
-    except OSError as error:
-        _LOG.warning("cpu_kernels_not_kept", folder=str(folder), problem=str(error))
-        return _kept(tile, Path(_own_folder().name, name))
+    # An image without a compiler takes any that was built of these sources.
+    name = f"{tile}-{sources}-{_digest(compiler) if compiler else '*'}.so"
+    for path in (Path(folder, found) for found in glob.glob(name, root_dir=folder)):
+        if _is_whole(path):
+            yield path
+            return
+        _LOG.warning("cpu_kernels_damaged", path=str(path), doing="compiling them again")
+    if not compiler:
+        raise NoKernels(f"no {_COMPILER} here, and nothing built in {folder}")
+    with tempfile.TemporaryDirectory(prefix="lockstep-cpu-kernels-") as own:
+        library = Path(own, name)
+        _compile(tile, library)
+        _LOG.info("cpu_kernels_built", tile=tile, path=str(folder))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as beside:
+                os.replace(shutil.copy(library, beside), folder / name)  # whole, as others look
+        except OSError as error:
+            _LOG.warning("cpu_kernels_not_kept", folder=str(folder), problem=str(error))
+        yield library
 
 
 def _cache_folder() -> Path:
     if folder := os.environ.get(CACHE):
         return Path(folder)
     try:
-        caches = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:  # this user has no home
         caches = os.devnull  # which no folder can be made in
     return Path(caches, "lockstep", "cpu_kernels")
 
 
 @cache
-def _own_folder() -> tempfile.TemporaryDirectory[str]:
-    """Returns a folder that ends with the process, if it ends in an orderly way."""
-    return tempfile.TemporaryDirectory(prefix="lockstep-cpu-kernels-")
-
-
-def _kept(tile: str, path: Path) -> Path:
-    """Returns where a tile's library is, which one process at a time builds if it is not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_name("lock"), "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        is_whole = _is_whole(path)
-        if path.exists() and not is_whole:
-            _LOG.warning("cpu_kernels_damaged", path=str(path), doing="compiling them again")
-        if not is_whole:
-            _build(tile, path)
-    return path
-
-
-@cache
-def _compiler() -> str | None:
-    """Returns the compiler's path and version."""
+def _compiler() -> str:
+    """Returns the compiler's path and version; nothing if there is none."""
     path = shutil.which(_COMPILER)
     if path is None:
-        return None
-    version = subprocess.run([path, "-dumpfullversion"], capture_output=True, text=True)
-    return f"{path} {version.stdout.strip()}"
+        return ""
+    return path + subprocess.run([path, "-dumpfullversion"], capture_output=True, text=True).stdout
 
 
 def _flags(tile: str) -> list[str]:
@@ -237,29 +251,24 @@ def _flags(tile: str) -> list[str]:
     return [*_FLAGS, *of_tile, *shlex.split(os.environ.get(EXTRA_FLAGS, ""))]
 
 
-def _build(tile: str, path: Path) -> None:
+def _compile(tile: str, library: Path) -> None:
     """Compiles a tile's library, and writes it with its checksum behind it."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        object_file, library = Path(folder, "kernels.o"), Path(folder, "kernels.so")
-        # In two steps: linking with -fopenmp would bring in an OpenMP runtime of the system's.
-        flags = [flag for flag in _flags(tile) if flag.startswith("-fsanitize")]
-        _run(_COMPILER, *_flags(tile), "-c", _SOURCES / "kernels.cpp", "-o", object_file)
-        _run(_COMPILER, *flags, "-shared", object_file, "-o", library)
-        content = library.read_bytes()
-        library.write_bytes(content + hashlib.sha256(content).digest())
-        library.rename(path)
-    _LOG.info("cpu_kernels_built", tile=tile, path=str(path))
-
-
-def _run(*command: str | Path) -> None:
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True)
-    except subprocess.CalledProcessError as error:
-        raise NoKernels(f"{_COMPILER} failed: {error.stderr.strip()[-500:]}") from error
+    objects, flags = library.with_suffix(".o"), _flags(tile)
+    # In two steps: linking with -fopenmp would bring in an OpenMP runtime of the system's.
+    of_linker = [flag for flag in flags if flag.startswith("-fsanitize")]
+    for arguments in (
+        (*flags, "-c", f"{_SOURCES}/kernels.cpp", "-o", str(objects)),
+        (*of_linker, "-shared", str(objects), "-o", str(library)),
+    ):
+        done = subprocess.run((_COMPILER, *arguments), capture_output=True, text=True)
+        if done.returncode:
+            raise NoKernels(f"{_COMPILER} failed: {done.stderr.strip()[-500:]}")
+    content = library.read_bytes()
+    library.write_bytes(content + hashlib.sha256(content).digest())
 
 
 def _is_whole(path: Path) -> bool:
-    """Returns whether it is there as it was built: what is cut short would end the process."""
+    """Returns whether it is as it was built: what is cut short would end the process."""
     try:
         content = path.read_bytes()
     except OSError:

@@ -1,8 +1,9 @@
 """Matrix products with packed weights: one weight for all, or one for each head."""
 
 import torch
+import torch.nn.functional as F
 
-from executor.model.cpu_kernels.library import Library
+from executor.model.cpu_kernels.library import Library, by_row
 
 PANEL = 32  # columns that a packed weight has side by side
 
@@ -21,18 +22,14 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     if width % 2:
         raise ValueError(f"a width of {width}: rows are read in pairs, so it must be even")
     if size % PANEL:
-        padded = weight.new_zeros(*batch, -(-size // PANEL) * PANEL, width)
-        padded[..., :size, :] = weight
-        weight = padded
+        weight = F.pad(weight, (0, 0, 0, -size % PANEL))
     panels = weight.reshape(*batch, -1, PANEL, width // 2, 2).transpose(-3, -2)
     return (panels.mT if weight.dtype is torch.int8 else panels).contiguous()
 
 
 def pad_bias(bias: torch.Tensor) -> torch.Tensor:
     """Returns a bias or scales [N] as ``linear`` takes them: float32, zeros to the end of a panel."""
-    padded = torch.zeros(-(-len(bias) // PANEL) * PANEL)
-    padded[: len(bias)] = bias
-    return padded
+    return F.pad(bias.float(), (0, -len(bias) % PANEL))
 
 
 def linear(
@@ -43,63 +40,23 @@ def linear(
     bias: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns x @ weight.T + bias, bfloat16 [T, N]; sums in float32, rounded once.
+    """Returns x @ weight.T + bias, bfloat16 [T, N] or [T, H, N]; sums in float32, rounded once.
 
     Args:
         kernels: From ``library.load``.
-        x: bfloat16 [T, K].
+        x: bfloat16 [T, K]; [T, H, K] for heads with weights of their own.
         weight: From ``pack``.
         out_features: N.
-        bias: From ``pad_bias``.
+        bias: From ``pad_bias``; None for heads.
         scales: Likewise, of the rows of an int8 weight; None for bfloat16.
     """
-    if x.stride(-1) != 1:
-        x = x.contiguous()
-    return _run(kernels, x, 1, 0, weight, scales, bias, out_features)
-
-
-def linear_of_heads(
-    kernels: Library, x: torch.Tensor, weight: torch.Tensor, out_features: int
-) -> torch.Tensor:
-    """Returns each head's x @ weight.T, bfloat16 [T, H, N].
-
-    Args:
-        kernels: From ``library.load``.
-        x: bfloat16 [T, H, K].
-        weight: From ``pack``, of [H, N, K].
-        out_features: N.
-    """
-    if x.stride(-1) != 1:
-        x = x.contiguous()
-    return _run(kernels, x, x.shape[1], x.stride(1), weight, None, None, out_features)
-
-
-def _run(
-    kernels: Library,
-    x: torch.Tensor,
-    num_heads: int,
-    head_stride: int,
-    weight: torch.Tensor,
-    scales: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out_features: int,
-) -> torch.Tensor:
-    *rows, width = x.shape
-    y = x.new_empty(*rows, -(-out_features // PANEL) * PANEL)
     assert x.dtype is torch.bfloat16
     assert weight.dtype is (torch.bfloat16 if scales is None else torch.int8)
-    assert width == 2 * weight.shape[-3], "the weight is of another width"
-    kernels.linear(
-        x.data_ptr(),
-        x.stride(0),
-        head_stride,
-        weight.data_ptr(),
-        None if scales is None else scales.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        y.data_ptr(),
-        rows[0],
-        num_heads,
-        width,
-        y.shape[-1],
-    )
-    return y if y.shape[-1] == out_features else y[..., :out_features].contiguous()
+    assert x.shape[-1] == 2 * weight.shape[-3], "the weight is of another width"
+    num_rows, *heads, width = x.shape
+    size = out_features + -out_features % PANEL
+    y = x.new_empty(num_rows, *heads, size)
+    x, stride, *head_stride = by_row(x)
+    strides, num_heads = (stride, *(head_stride or (0,))), heads[0] if heads else 1
+    kernels("linear", x, *strides, weight, scales, bias, y, num_rows, num_heads, width, size)
+    return y if size == out_features else y[..., :out_features].contiguous()

@@ -20,7 +20,6 @@ import structlog
 import torch
 
 from executor.model.cpu_kernels.library import Library, load
-from executor.model.cpu_kernels.moe import HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE, scratch_bytes
 from executor.model.flashinfer.operators import MAX_FP8_MOE_ROWS, FlashInferOps
 from executor.model.layers.linear import Linear
 from executor.model.layers.linear_kept import KeptLinears
@@ -34,7 +33,12 @@ from executor.model.layers.operators import (
 from executor.model.moe.dispatch_all_gather import AllGatherDispatcher
 from executor.model.moe.experts import Experts, ExpertShare, NewRunner
 from executor.model.moe.layer import Dispatched, Dispatcher, ExpertScratch, StackedMoERunner
-from executor.model.moe.runner_cpu import CpuMoERunner
+from executor.model.moe.runner_cpu import (
+    HIDDEN_MULTIPLE,
+    INTERMEDIATE_MULTIPLE,
+    CpuMoERunner,
+    scratch_bytes,
+)
 from executor.model.moe.runner_cutedsl import CuteDslMoERunner, CuteDslSizing
 from executor.model.moe.runner_cutlass import (
     CutlassMoERunner,

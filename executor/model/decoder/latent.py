@@ -130,7 +130,8 @@ class LatentAttention:
         latents, k_rope = both[:, : spec.kv_lora_rank], both[:, spec.kv_lora_rank :]
         # Dense, as the kernels want it: a slice of wider heads would be copied and the copy turned.
         qk = torch.cat((q_rope, k_rope.unsqueeze(1)), dim=1)
-        q_rope, turned = self.operators.rotate(qk, self.num_heads, rotations[spec.rope])
+        rotation = rotations[spec.rope]
+        q_rope, turned = self.operators.prepare_heads(qk, self.num_heads, None, rotation)
         absorbed = self.w_uk(q_nope)
         keys = torch.cat((self.kv_a_norm(latents).unsqueeze(1), turned), dim=-1)
         return AttentionCall(torch.cat((absorbed, q_rope), dim=-1), keys, None, self.layer_id)

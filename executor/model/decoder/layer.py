@@ -86,14 +86,12 @@ class GroupedQueryAttention:
             self.qk_norm_weight = torch.empty(
                 self.num_heads + self.num_kv_heads, self.head_dim, dtype=dtype, device=device
             )
-        self._norm = self._norm_heads
-        if spec.qk_norm is QkNorm.PROJECTION:
-            self._norm = self._norm_projections
+        self._norms_projections = spec.qk_norm is QkNorm.PROJECTION
         self._turns_late = (
             kernels.triton is not None
             and stores_kv
             and self.rope is not None
-            and spec.qk_norm is not QkNorm.PROJECTION
+            and not self._norms_projections
         )
 
     def project(self, x: torch.Tensor, rotations: Sequence[Any], layout: DpLayout) -> AttentionCall:
@@ -120,21 +118,15 @@ class GroupedQueryAttention:
         heads = self._heads(x)
         num_qk = self.num_heads + self.num_kv_heads
         qk = heads[:, :num_qk]
-        weight, operators = self.qk_norm_weight, self.operators
-        if weight is not None and self.rope is not None and self._norm == self._norm_heads:
-            rotation = rotations[self.rope]
-            q, k = operators.norm_and_rotate(qk, weight, self.num_heads, self.eps, rotation)
-        else:
-            qk = qk if weight is None else self._norm(qk, weight)
-            q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
-            if self.rope is not None:
-                q, k = operators.rotate(qk, self.num_heads, rotations[self.rope])
+        weight = self.qk_norm_weight
+        if weight is not None and self._norms_projections:
+            qk, weight = self._norm_projections(qk, weight), None
+        norm = None if weight is None else (weight, self.eps)
+        rotation = None if self.rope is None else rotations[self.rope]
+        q, k = self.operators.prepare_heads(qk, self.num_heads, norm, rotation)
         if not self.num_kv_heads:
             return AttentionCall(q, None, None, self.layer_id)
         return AttentionCall(q, k, heads[:, num_qk:], self.layer_id)
-
-    def _norm_heads(self, qk: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return self.operators.norm_heads(qk, weight, self.num_heads, self.eps)
 
     def _norm_projections(self, qk: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Divides by the root mean square of all executors' queries, and by that of their keys."""
@@ -171,7 +163,7 @@ class GroupedQueryAttention:
         heads = {"q": weight[: self.num_heads], "k": weight[self.num_heads :]}
         if not self.num_kv_heads:
             del heads["k"]
-        if self._norm == self._norm_projections:
+        if self._norms_projections:
             return WeightGroup(
                 {
                     f"{prefix}{letter}_norm.weight": Part(x.flatten(), 0, *self._parts[letter])

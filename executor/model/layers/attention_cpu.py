@@ -1,20 +1,20 @@
 """The attention backend of the CPU: one call of a kernel for each layer, or plain PyTorch."""
 
-import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import structlog
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool, KVShape
-from executor.model.cpu_kernels.attention import Batch, Layer, attention, misfit
-from executor.model.cpu_kernels.library import load
+from executor.model.cpu_kernels.library import Library, load
 from executor.model.layers.attention import PLAIN, Attention, LayerOptions
 from executor.model.layers.attention_torch import TorchAttention, check_tree
 
 _LOG = structlog.stdlib.get_logger(__name__)
+_WIDTH_STEP = 32  # widths that the kernel takes are multiples of it
 
 
 def cpu_attention(
@@ -31,15 +31,14 @@ def cpu_attention(
         shape: Of the KV pool.
         scale, layers: As ``TorchAttention`` takes them.
     """
-    keys = shape.parts[0]
+    keys, values = shape.parts[0], shape.value_width
     kernels = load() if keys.dtype is torch.bfloat16 else None
     new: Callable[..., Attention] = TorchAttention
-    if kernels is not None:
-        problem = misfit(keys.width, shape.value_width)
-        if problem is None:
-            new = partial(CpuAttention, kernels)
-        else:
-            _LOG.warning("attention_without_kernel", problem=problem, running="plain PyTorch")
+    if kernels is not None and not (keys.width % _WIDTH_STEP or values % _WIDTH_STEP):
+        new = partial(CpuAttention, kernels)
+    elif kernels is not None:
+        problem = f"heads of {keys.width}, values of {values}: need multiples of {_WIDTH_STEP}"
+        _LOG.warning("attention_without_kernel", problem=problem, running="plain PyTorch")
     return new(
         num_heads,
         keys.num_heads,
@@ -50,73 +49,51 @@ def cpu_attention(
     )
 
 
-class CpuAttention:
-    """What ``TorchAttention`` does, whose arguments it takes, in a kernel.
+class CpuAttention(TorchAttention):
+    """Attention in a kernel.
 
     A row's bits do not depend on its batch, on chunks, or on whether it is decoded, verified or
-    prefilled.
+    prefilled. Padded sequences may have fewer keys than queries, which then see none or few.
 
     Args:
         kernels: From ``library.load``.
+        sizes, options: As ``TorchAttention`` takes them.
     """
 
     is_capturable = True
 
-    def __init__(
-        self,
-        kernels: ctypes.CDLL,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        scale: float | None = None,
-        latent_dim: int | None = None,
-        layers: Sequence[LayerOptions] = (),
-    ) -> None:
+    def __init__(self, kernels: Library, *sizes: int, **options: Any) -> None:
+        super().__init__(*sizes, **options)
         self._kernels = kernels
-        self._windows = [layer.window for layer in (*layers, PLAIN)]  # the last: of those behind
-        self._layers = [
-            Layer.of(
-                num_heads,
-                num_kv_heads,
-                head_dim,
-                latent_dim or head_dim,
-                scale=head_dim**-0.5 if scale is None else scale,
-                window=layer.window,
-                sinks=layer.sinks,
-            )
-            for layer in (*layers, PLAIN)
-        ]
-        self._planned: ForwardBatch | None = None
-        self._kv_pool: KVPool | None = None
-        self._batches: dict[int, Batch] = {}  # by the group of layers
-
-    def init_forward_metadata_in_graph(self) -> None:
-        """Nothing: the tree mask is read when a layer runs."""
-
-    def on_after_cuda_graph_warmup(self) -> None:
-        """Nothing: metadata stays as planned."""
+        self._layers = (*self._layers, PLAIN)  # the last: of those behind
+        num_heads, num_kv_heads, head_dim = sizes
+        # What the kernel takes of each layer, and of the batch for each group of them.
+        self._of_layers = []
+        for layer in self._layers:
+            sinks = None if layer.sinks is None else layer.sinks.float().contiguous()
+            kind = self.value_width, layer.window or 0, sinks, self.scale
+            self._of_layers.append((num_heads, num_kv_heads, head_dim, *kind))
+        self._of_groups: dict[int, tuple[torch.Tensor | int | None, ...]] = {}
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, kv_pool: KVPool) -> None:
-        if batch is self._planned and kv_pool is self._kv_pool:
+        if batch is self._batch and kv_pool is self._kv_pool:
             return  # a graph's: what its tensors hold is read when a layer runs
-        counts = batch.extend_seq_lens_cpu
+        counts, tree = batch.extend_seq_lens_cpu, batch.tree_mask
         check_tree(batch, [1] * batch.batch_size if counts is None else counts.tolist())
-        self._planned, self._kv_pool = batch, kv_pool
+        self._batch, self._kv_pool = batch, kv_pool
+        sizes = (
+            kv_pool.block_size,
+            kv_pool.max_blocks_per_row,
+            0 if tree is None else tree.shape[-1],
+        )
+        counted = None if counts is None else torch.from_numpy(counts)
+        sequences = batch.req_pool_indices, batch.seq_lens_cpu, counted
         # A draft's batch has no slots for a group of the target's that it does not read.
-        groups = set(map(kv_pool.shape.group_of, self._windows))
-        self._batches = {
-            group: Batch.of(
-                table_rows=batch.req_pool_indices,
-                lengths=batch.seq_lens_cpu,
-                counts=None if counts is None else torch.from_numpy(counts),
-                slots=batch.slots_of(group),
-                block_size=kv_pool.block_size,
-                columns=kv_pool.max_blocks_per_row,
-                tree_mask=batch.tree_mask,
-            )
-            for group in groups
-        }
+        for group in {kv_pool.shape.group_of(layer.window) for layer in self._layers}:
+            slots = batch.slots_of(group)
+            assert all(x is None or x.dtype is torch.int64 for x in (*sequences, slots))
+            of_batch = len(slots), batch.batch_size, *sizes
+            self._of_groups[group] = (*of_batch, *sequences, slots, tree)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer_id: int
@@ -124,16 +101,21 @@ class CpuAttention:
         kv_pool = self._kv_pool
         assert kv_pool is not None, "init_forward_metadata_out_graph runs before each pass"
         place = min(layer_id, len(self._layers) - 1)
-        group = kv_pool.shape.group_of(self._windows[place])
-        caches = kv_pool.caches[layer_id]
-        return attention(
-            self._kernels,
-            self._layers[place],
-            self._batches[group],
-            q,
-            k,
-            v,
-            caches[0],
-            caches[-1],
-            kv_pool.tables[group],
-        )
+        group = kv_pool.shape.group_of(self._layers[place].window)
+        caches, table = kv_pool.caches[layer_id], kv_pool.tables[group]
+        of_layer, of_group = self._of_layers[place], self._of_groups[group]
+        num_rows, num_heads, _ = q.shape
+        out = q.new_empty(num_rows, num_heads * self.value_width)
+        rows = [None if x is None else _by_head(x) for x in (q, k, v)]
+        assert all(x is None or x.shape[0] == of_group[0] for x in rows), "a row for each slot"
+        strides = [0 if x is None else x.stride(0) for x in rows]
+        memory = caches[0], caches[-1], table, out
+        self._kernels("attention", *of_layer, *of_group, *rows, *strides, *memory)
+        return out
+
+
+def _by_head(x: torch.Tensor) -> torch.Tensor:
+    """Returns bfloat16 [T, heads, width] with the heads of a row side by side."""
+    assert x.dtype is torch.bfloat16
+    is_dense = x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2])
+    return x if is_dense else x.contiguous()

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from executor.model.cpu_kernels.library import Library
-from executor.model.cpu_kernels.linear import linear, linear_of_heads, pack, pad_bias
+from executor.model.cpu_kernels.linear import linear, pack, pad_bias
 from executor.model.layers.linear_kept import KeptLinears
 from executor.model.weights import KeptWeight, Part, Weight, WeightGroup
 from executor.parallel.communicators import AttnTpCommunicator
@@ -158,7 +158,7 @@ class HeadLinear:
         """Returns [T, H, out_features] for x [T, H, in_features], in ``out`` if given."""
         if self._library is not None:
             assert out is None, "the kernel makes it"
-            return linear_of_heads(self._library, x, self.weight, self.out_features)
+            return linear(self._library, x, self.weight, self.out_features)
         by_head = None if out is None else out.transpose(0, 1)
         return torch.bmm(x.transpose(0, 1), self.weight, out=by_head).transpose(0, 1)
 

@@ -13,11 +13,12 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from executor.model.cpu_kernels.elementwise import LANES, add_rms_norm, rms_norm, silu_and_mul
-from executor.model.cpu_kernels.heads import prepare_heads, takes_width
-from executor.model.cpu_kernels.library import Library
+from executor.model.cpu_kernels.library import LANES, Library, by_row
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.spec import Llama3Scaling, RopeSpec, Yarn
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+HeadNorm = tuple[torch.Tensor, float]
 
 
 class RotaryEmbedding:
@@ -42,7 +43,7 @@ class RotaryEmbedding:
         self._cos = torch.cat((cos, cos), dim=-1).to(device, dtype)
         self._sin = torch.cat((-sin, sin), dim=-1).to(device, dtype)
 
-    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def at(self, positions: torch.Tensor) -> Pair:
         """Returns cosines and signed sines [T, 1, rotary_dim] for int64 positions [T].
 
         Looked up once per forward pass, for all layers.
@@ -51,7 +52,7 @@ class RotaryEmbedding:
         return cos.unsqueeze(1), sin.unsqueeze(1)
 
     @staticmethod
-    def rotate(x: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def rotate(x: torch.Tensor, cos_sin: Pair) -> torch.Tensor:
         """Returns x [T, heads, head_dim] turned by what ``at`` returned. May overwrite x."""
         cos, sin = cos_sin
         size = cos.shape[-1]
@@ -80,7 +81,7 @@ class Operators(Protocol):
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Pair:
         """Returns the norm of x + residual, and x + residual itself.
 
         Both arguments are the operator's own from then on: it may overwrite them.
@@ -93,45 +94,28 @@ class Operators(Protocol):
         """
         ...
 
-    def norm_heads(
-        self, qk: torch.Tensor, weight: torch.Tensor, num_heads: int, eps: float
-    ) -> torch.Tensor:
-        """Returns each head's norm times its row of weights, [T, H + N, D].
-
-        Args:
-            qk: [T, H + N, D], query heads first. Heads lie side by side, rows may be strided. N may
-                be 0. May be overwritten.
-            weight: [H + N, D]. All query heads have the same weights, and all KV heads.
-            num_heads: H.
-            eps: As in ``rms_norm``.
-        """
-        ...
-
     def rotations(self, positions: torch.Tensor) -> Sequence[Any]:
-        """Returns what ``rotate`` needs of a pass, for each rope; looked up once, for all layers.
+        """Returns what turns heads in a pass, for each rope; looked up once, for all layers.
 
         Args:
             positions: int64 [T].
         """
         ...
 
-    def rotate(
-        self, qk: torch.Tensor, num_heads: int, rotation: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns queries [T, H, D] and keys [T, N, D], turned to their positions.
+    def prepare_heads(
+        self, qk: torch.Tensor, num_heads: int, norm: HeadNorm | None, rotation: Any | None
+    ) -> Pair:
+        """Returns queries [T, H, D] and keys [T, N, D], each head normed, then turned to its position.
 
         Args:
-            qk: [T, H + N, D], as in ``norm_heads``. May be overwritten.
+            qk: [T, H + N, D], query heads first. Heads lie side by side, rows may be strided. N may
+                be 0. May be overwritten.
             num_heads: H.
-            rotation: One of ``rotations``.
+            norm: Weights [H + N, D], the same for all query heads, and for all KV heads; and eps, as
+                in ``rms_norm``. None norms nothing.
+            rotation: One of ``rotations``; None turns nothing.
         """
         ...
-
-    def norm_and_rotate(
-        self, qk: torch.Tensor, weight: torch.Tensor, num_heads: int, eps: float, rotation: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Does what ``norm_heads`` and then ``rotate`` do."""
-        return self.rotate(self.norm_heads(qk, weight, num_heads, eps), num_heads, rotation)
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """Returns silu(gate) * up, [T, F].
@@ -157,23 +141,21 @@ class TorchOperators(Operators):
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Pair:
         total = x + residual
         return self.rms_norm(total, weight, eps), total
 
-    def norm_heads(
-        self, qk: torch.Tensor, weight: torch.Tensor, num_heads: int, eps: float
-    ) -> torch.Tensor:
-        return F.rms_norm(qk, (qk.shape[-1],), None, eps).mul_(weight)
-
-    def rotations(self, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def rotations(self, positions: torch.Tensor) -> list[Pair]:
         return [rope.at(positions) for rope in self._ropes]
 
-    def rotate(
-        self, qk: torch.Tensor, num_heads: int, rotation: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        turned = RotaryEmbedding.rotate(qk, rotation)
-        return turned[:, :num_heads], turned[:, num_heads:]
+    def prepare_heads(
+        self, qk: torch.Tensor, num_heads: int, norm: HeadNorm | None, rotation: Pair | None
+    ) -> Pair:
+        if norm is not None:
+            qk = F.rms_norm(qk, (qk.shape[-1],), None, norm[1]).mul_(norm[0])
+        if rotation is not None:
+            qk = RotaryEmbedding.rotate(qk, rotation)
+        return qk[:, :num_heads], qk[:, num_heads:]
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -197,49 +179,50 @@ class CpuOperators(TorchOperators):
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         if x.shape[-1] % LANES:
             return super().rms_norm(x, weight, eps)
-        return rms_norm(self._library, x, weight, eps)
+        return self._norm(x, None, weight, eps)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Pair:
         if x.shape[-1] % LANES:
             return super().add_rms_norm(x, residual, weight, eps)
-        return add_rms_norm(self._library, x, residual, weight, eps)
+        return self._norm(x, residual, weight, eps), residual
 
-    def norm_heads(
-        self, qk: torch.Tensor, weight: torch.Tensor, num_heads: int, eps: float
+    def _norm(
+        self, x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        if not takes_width(qk.shape[-1]):
-            return super().norm_heads(qk, weight, num_heads, eps)
-        prepare_heads(self._library, qk, weight, eps, None)
-        return qk
+        num_rows, size = x.shape
+        y = x.new_empty(num_rows, size)
+        self._library("add_norm", *by_row(x), added, weight, y, num_rows, size, eps)
+        return y
 
-    def rotations(self, positions: torch.Tensor) -> list[Any]:
+    def rotations(self, positions: torch.Tensor) -> list[Pair]:
         return [(positions, turns) for turns in self._turns]
 
-    def rotate(
-        self, qk: torch.Tensor, num_heads: int, rotation: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not takes_width(qk.shape[-1]):
-            positions, turns = rotation
-            cos, sin = turns.index_select(0, positions).unsqueeze(1).to(qk.dtype).chunk(2, dim=-1)
-            signed = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-            return super().rotate(qk, num_heads, signed)
-        prepare_heads(self._library, qk, None, 0, rotation)
-        return qk[:, :num_heads], qk[:, num_heads:]
-
-    def norm_and_rotate(
-        self, qk: torch.Tensor, weight: torch.Tensor, num_heads: int, eps: float, rotation: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not takes_width(qk.shape[-1]):
-            return super().norm_and_rotate(qk, weight, num_heads, eps, rotation)
-        prepare_heads(self._library, qk, weight, eps, rotation)
+    def prepare_heads(
+        self, qk: torch.Tensor, num_heads: int, norm: HeadNorm | None, rotation: Pair | None
+    ) -> Pair:
+        if qk.shape[-1] % LANES or (norm or rotation) is None:
+            if rotation is not None:
+                at, turns = rotation
+                cos, sin = turns.index_select(0, at)[:, None].to(qk.dtype).chunk(2, dim=-1)
+                rotation = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+            return super().prepare_heads(qk, num_heads, norm, rotation)
+        weight, eps = norm or (None, 0)
+        positions, table = rotation or (None, None)
+        limit, turned = (0, 0) if table is None else table.shape
+        sizes = limit, *qk.shape, turned
+        strides = qk.stride()[:2]
+        self._library("prepare_heads", qk, *strides, weight, table, positions, *sizes, eps)
         return qk[:, :num_heads], qk[:, num_heads:]
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        if gate_up.shape[-1] % (2 * LANES):
+        num_rows, width = gate_up.shape
+        if width % (2 * LANES):
             return super().silu_and_mul(gate_up)
-        return silu_and_mul(self._library, gate_up)
+        y = gate_up.new_empty(num_rows, width // 2)
+        self._library("silu_and_mul", gate_up, y, num_rows, width // 2)
+        return y
 
 
 class FlashInferOperators(Operators):
@@ -270,29 +253,28 @@ class FlashInferOperators(Operators):
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Pair:
         self._ops.add_rms_norm_(x, residual, weight, eps)
         return x, residual
 
-    def norm_heads(
-        self, qk: torch.Tensor, weight: torch.Tensor, num_heads: int, eps: float
-    ) -> torch.Tensor:
-        out = torch.empty_like(qk, memory_format=torch.contiguous_format)
-        self._ops.rms_norm(qk[:, :num_heads], weight[0], eps, out[:, :num_heads])
-        if len(weight) > num_heads:
-            self._ops.rms_norm(qk[:, num_heads:], weight[num_heads], eps, out[:, num_heads:])
-        return out
-
-    def rotations(self, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def rotations(self, positions: torch.Tensor) -> list[Pair]:
         return [(positions, table) for table in self._cos_sin]
 
-    def rotate(
-        self, qk: torch.Tensor, num_heads: int, rotation: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def prepare_heads(
+        self, qk: torch.Tensor, num_heads: int, norm: HeadNorm | None, rotation: Pair | None
+    ) -> Pair:
         q, k = qk[:, :num_heads], qk[:, num_heads:]
-        # The kernel wants a key head: where there is none, it gets one that nobody reads.
-        turned = k if k.shape[1] else torch.zeros_like(q[:, :1])
-        self._ops.rotate_(q, turned, *rotation)
+        if norm is not None:
+            weight, eps = norm
+            out = torch.empty_like(qk, memory_format=torch.contiguous_format)
+            self._ops.rms_norm(q, weight[0], eps, out[:, :num_heads])
+            if k.shape[1]:
+                self._ops.rms_norm(k, weight[num_heads], eps, out[:, num_heads:])
+            q, k = out[:, :num_heads], out[:, num_heads:]
+        if rotation is not None:
+            # The kernel wants a key head: where there is none, it gets one that nobody reads.
+            turned = k if k.shape[1] else torch.zeros_like(q[:, :1])
+            self._ops.rotate_(q, turned, *rotation)
         return q, k
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -376,6 +358,6 @@ class RMSNorm:
         """Returns the shape and dtype of x [T, size]."""
         return self._operators.rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> Pair:
         """Returns the norm of x + residual, and x + residual. May overwrite both, [T, size]."""
         return self._operators.add_rms_norm(x, residual, self.weight, self.eps)

@@ -11,9 +11,7 @@ from functools import partial
 
 import torch
 
-from executor.model.cpu_kernels.elementwise import LANES
-from executor.model.cpu_kernels.library import Library
-from executor.model.cpu_kernels.route import RouterRule, route
+from executor.model.cpu_kernels.library import LANES, Library, by_row
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.linear import Linear
 from executor.model.spec import GroupScore, MoeSpec, RouterSpec, Scores
@@ -56,7 +54,7 @@ class Router:
     ) -> None:
         router = spec.router
         check_groups(spec)
-        self.num_experts = spec.num_experts
+        self.num_experts, self._top_k = spec.num_experts, spec.top_k
         self.gate = Linear(
             hidden_size,
             spec.num_experts,
@@ -90,15 +88,10 @@ class Router:
             self._choose_at_once(
                 torch.zeros(1, spec.num_experts, dtype=self.gate.weight.dtype, device=device), None
             )
-        self._rule = RouterRule(
-            num_experts=spec.num_experts,
-            top_k=spec.top_k,
-            num_groups=router.num_groups,
-            num_kept_groups=router.num_kept_groups,
-            is_sigmoid=router.scores is Scores.SIGMOID,
-            sums_two=router.group_score is GroupScore.TOP2,
-            renormalise=router.renormalise,
-            factor=router.factor,
+        self._rule = (  # as the CPU's kernel takes it
+            *(spec.num_experts, spec.top_k, router.num_groups, router.num_kept_groups),
+            *(router.scores is Scores.SIGMOID, router.group_score is GroupScore.TOP2),
+            *(router.renormalise, router.factor),
         )
 
     def __call__(
@@ -112,8 +105,14 @@ class Router:
         """
         gate, correction = self.gate, self.correction
         if self._library is not None:
-            weights = (gate.weight, gate.bias, correction)
-            return route(self._library, x_TD, self._rule, *weights, is_padding_T1)
+            num_rows, width = x_TD.shape
+            ids_TK = torch.empty(num_rows, self._top_k, dtype=torch.int32)
+            weights_TK = torch.empty(num_rows, self._top_k)
+            packed = (gate.weight, None) if gate.is_packed else (None, gate.weight)
+            given = *by_row(x_TD), *packed, gate.bias, correction, is_padding_T1
+            chosen = ids_TK, weights_TK
+            self._library("route", *self._rule, *given, *chosen, num_rows, width)
+            return ids_TK, weights_TK
         logits_TE = gate(x_TD.float() if self._spec.in_float32 else x_TD)
         if self._choose_at_once is not None:
             return self._choose_at_once(logits_TE, is_padding_T1)

@@ -1,14 +1,17 @@
-"""Experts as one call of the CPU's kernels. Dimensions as in ``layer.py``."""
+"""Experts as one call of the CPU's kernels, from packed weights. Dimensions as in ``layer.py``."""
 
 from functools import cached_property
 
 import torch
 
 from executor.model.cpu_kernels.library import Library
-from executor.model.cpu_kernels.moe import Activation, interleave, moe, pack_down, pack_gate_up
+from executor.model.cpu_kernels.linear import PANEL, pack
 from executor.model.moe.layer import Dispatched, ExpertBiases, StackedMoERunner
 from executor.model.spec import ActivationSpec
 from executor.model.weights import KeptWeight, Weight
+
+HIDDEN_MULTIPLE = PANEL  # of D
+INTERMEDIATE_MULTIPLE = PANEL // 2  # of F: a panel has so many columns of gate, then as many of up
 
 
 class CpuMoERunner(StackedMoERunner):
@@ -31,42 +34,51 @@ class CpuMoERunner(StackedMoERunner):
         biases: ExpertBiases | None = None,
     ) -> None:
         super().__init__(w13, w2, biases)
+        dtype = torch.bfloat16 if self._scales is None else torch.int8
+        assert self._w13.dtype is self._w2.dtype is dtype, "read as such, by pointers"
         self._library = library
-        self._activation = Activation()
+        # min(gate, limit) · sigmoid(alpha · gate) · (clip(up, ±limit) + offset)
+        self._activation = 1.0, torch.inf, 0.0
         if activation is not None:
-            self._activation = Activation(activation.alpha, activation.limit, up_offset=1.0)
+            self._activation = activation.alpha, activation.limit, 1.0
 
     @staticmethod
     def arrange(w13: torch.Tensor, /) -> torch.Tensor:
-        return pack_gate_up(w13)
+        return pack(_interleave(w13)).view(w13.shape)
 
     @staticmethod
     def arrange_down(w2: torch.Tensor, /) -> torch.Tensor:
-        return pack_down(w2)
+        return pack(w2).view(w2.shape)
 
     def arrange_kept(self, w13: KeptWeight, w2: KeptWeight) -> None:
-        w13.numbers.copy_(pack_gate_up(w13.numbers))
-        w13.scales.copy_(interleave(w13.scales))
-        w2.numbers.copy_(pack_down(w2.numbers))
+        w13.numbers.copy_(self.arrange(w13.numbers))
+        w13.scales.copy_(_interleave(w13.scales))
+        w2.numbers.copy_(self.arrange_down(w2.numbers))
 
     @cached_property
-    def _kernel_biases(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Made by the first run, when all are loaded."""
-        if self._biases is None:
-            return None
-        b13, b2 = (bias.float() for bias in self._biases)
-        return interleave(b13.T).T.contiguous(), b2
+    def _of_columns(self) -> tuple[torch.Tensor | None, ...]:
+        """Scales and biases in float32, made by the first run, when all are loaded."""
+        b13, b2 = None, None
+        if self._biases is not None:
+            b13, b2 = (bias.float() for bias in self._biases)
+            b13 = _interleave(b13.T).T.contiguous()
+        return *(self._scales or (None, None)), b13, b2
 
     def run(self, dispatched: Dispatched) -> torch.Tensor:
-        return moe(
-            self._library,
-            dispatched.x_RD,
-            dispatched.topk_ids_RK,
-            dispatched.topk_weights_RK,
-            self._w13,
-            self._w2,
-            dispatched.place_for_results(),
-            self._kernel_biases,
-            self._activation,
-            self._scales,
-        )
+        x, ids = dispatched.x_RD.contiguous(), dispatched.topk_ids_RK.contiguous()
+        weights, y = dispatched.topk_weights_RK.contiguous(), dispatched.place_for_results()
+        assert (x.dtype, ids.dtype, weights.dtype) == (torch.bfloat16, torch.int32, torch.float32)
+        given = x, ids, weights, self._w13, self._w2, *self._of_columns, y
+        self._library("moe", *given, *ids.shape, *self._w2.shape, *self._activation)
+        return y
+
+
+def _interleave(gate_up: torch.Tensor) -> torch.Tensor:
+    """Returns gates then ups [2F, ..] as 16 of one and 16 of the other in turn, dense."""
+    by_halves = gate_up.reshape(2, -1, INTERMEDIATE_MULTIPLE, *gate_up.shape[1:])
+    return by_halves.transpose(0, 1).reshape(gate_up.shape)
+
+
+def scratch_bytes(num_rows: int, top_k: int, intermediate_size: int) -> int:
+    """Returns what threads keep for a pass of so many rows: hidden columns, and sums of a panel."""
+    return num_rows * (2 * top_k * intermediate_size + 4 * PANEL * torch.get_num_threads())

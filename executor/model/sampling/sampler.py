@@ -21,8 +21,7 @@ import torch
 from executor.batch.columns import BoolArray, Int64Array
 from executor.batch.read_step import PARAMETER_WIDTH, PARAMETERS, RowStarts
 from executor.batch.staging import to_device
-from executor.model.cpu_kernels.elementwise import arg_max
-from executor.model.cpu_kernels.library import load
+from executor.model.cpu_kernels.library import by_row, load
 from executor.model.sampling.constraints import Constraints
 from executor.model.sampling.fixed_shape import Draws, Filters, sample_rows
 from executor.model.sampling.logits import (
@@ -273,7 +272,10 @@ class Sampler:
     def _likeliest(self, logits: torch.Tensor) -> torch.Tensor:
         if self._library is None or logits.dtype is not torch.float32:
             return logits.argmax(dim=-1)
-        return arg_max(self._library, logits)
+        num_rows, size = logits.shape
+        tokens = logits.new_empty(num_rows, dtype=torch.int64)
+        self._library("arg_max", *by_row(logits), tokens, num_rows, size)
+        return tokens
 
     def _stages_at(self, rows: Int64Array, seq_lens: Int64Array) -> Stages:
         """Returns the stages of rows, [S]: tokens come back when a sequence is long enough."""

@@ -27,8 +27,7 @@ import torch
 from executor import worker as worker_module
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
-from executor.model.cpu_kernels.calls import Replay
-from executor.model.cpu_kernels.library import SIGNATURES, load
+from executor.model.cpu_kernels.library import load
 from executor.model.layers.linear import LMHead
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb
@@ -162,8 +161,7 @@ def places(worker: Any) -> list[tuple[Any, str, str]]:
         (LMHead, "__call__", "layers"),
         (worker, "_sample", "sample"),
         (worker, "_results", "answer"),
-        (Replay, "__call__", "kernels"),
-        *((load(), name, "kernels") for name in SIGNATURES),
+        (load(), "replay", "kernels"),
     ]
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from executor.graph.cpu_graph import CpuGraph, GraphMemory
-from executor.model.cpu_kernels.elementwise import rms_norm
 from executor.model.cpu_kernels.library import load
+from executor.model.layers.operators import CpuOperators
 
 X, OUT, WEIGHT = torch.zeros(3, 16).bfloat16(), torch.zeros(3, 16), torch.ones(16).bfloat16()
 
@@ -16,7 +16,7 @@ def normed(x: torch.Tensor) -> torch.Tensor:
     kernels = load()
     if kernels is None:
         pytest.skip("there are no kernels here")
-    return rms_norm(kernels, x, WEIGHT, 1e-6)
+    return CpuOperators(kernels, (), 0).rms_norm(x, WEIGHT, 1e-6)
 
 
 def kernels_and_operators() -> None:

@@ -143,15 +143,21 @@ def test_heads_are_normed_and_turned_like_the_authority_does(
     on_device = heads.to(machine.device, torch.bfloat16)
     device_weight = weight.to(machine.device, torch.bfloat16)
 
-    normed = operators.norm_heads(on_device[:, :num_qk], device_weight, dims.heads, EPS)
-    assert_close(normed, authority.norm_heads(heads[:, :num_qk], weight, dims.heads, EPS))
+    normed, plain = (
+        torch.cat(of_heads.prepare_heads(qk[:, :num_qk], dims.heads, (norm, EPS), None), dim=1)
+        for of_heads, qk, norm in (
+            (operators, on_device, device_weight),
+            (authority, heads, weight),
+        )
+    )
+    assert_close(normed, plain)
 
     # From the very numbers that were normed on the device: a rotation may cancel them.
-    expected = authority.rotate(
-        normed.to(CPU, torch.float32), dims.heads, authority.rotations(positions)[0]
+    expected = authority.prepare_heads(
+        normed.to(CPU, torch.float32), dims.heads, None, authority.rotations(positions)[0]
     )
-    turned = operators.rotate(
-        normed, dims.heads, operators.rotations(positions.to(machine.device))[0]
+    turned = operators.prepare_heads(
+        normed, dims.heads, None, operators.rotations(positions.to(machine.device))[0]
     )
     limits = CLOSE
     if isinstance(operators, TorchOperators):  # its cosines and products are rounded too

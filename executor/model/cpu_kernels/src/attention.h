@@ -33,7 +33,7 @@ struct AttentionLayer {
 // its queries (null: 1). Of each row: the slot where its keys and values go. tree [queries,
 // tree_width]: which of the last keys each query sees; null: those before it.
 struct AttentionBatch {
-  int64_t sequences, rows, block_size, columns, tree_width;
+  int64_t rows, sequences, block_size, columns, tree_width;
   const int64_t *table_rows, *lengths, *counts, *slots;
   const bool* tree;
 };
@@ -222,25 +222,23 @@ inline std::vector<AttentionItem> attention_items(const AttentionLayer& layer,
   return items;
 }
 
-KERNEL void attention(const AttentionLayer* layer, const AttentionBatch* batch,
-                      const AttentionRows* rows) {
-  const int64_t key = layer->kv_heads * layer->key_width;
-  const int64_t value = layer->kv_heads * layer->value_width;
-#pragma omp parallel for if (batch->rows > 64)
-  for (int64_t t = 0; t < (rows->k ? batch->rows : 0); t++) {
-    const int64_t slot = batch->slots[t];
-    std::copy_n(rows->k + t * rows->k_stride, key, rows->keys + slot * key);
-    if (rows->v) std::copy_n(rows->v + t * rows->v_stride, value, rows->values + slot * value);
+void attention(AttentionLayer layer, AttentionBatch batch, AttentionRows rows) {
+  const int64_t key = layer.kv_heads * layer.key_width, value = layer.kv_heads * layer.value_width;
+#pragma omp parallel for if (batch.rows > 64)
+  for (int64_t t = 0; t < (rows.k ? batch.rows : 0); t++) {
+    const int64_t slot = batch.slots[t];
+    std::copy_n(rows.k + t * rows.k_stride, key, rows.keys + slot * key);
+    if (rows.v) std::copy_n(rows.v + t * rows.v_stride, value, rows.values + slot * value);
   }
-  const std::vector<AttentionItem> items = attention_items(*layer, *batch);
+  const std::vector<AttentionItem> items = attention_items(layer, batch);
   const int64_t used = items.empty() ? 0 : items.back().row + items.back().count;
-  const int64_t width = layer->heads * layer->value_width;
-  std::fill_n(rows->out + used * width, (batch->rows - used) * width, 0);  // padding
+  const int64_t width = layer.heads * layer.value_width;
+  std::fill_n(rows.out + used * width, (batch.rows - used) * width, 0);  // padding
 #pragma omp parallel for schedule(dynamic, 1)
   for (size_t i = 0; i < items.size(); i++) {
     if (items[i].queries * items[i].heads <= 8)
-      Attend<Floats8, Words8>{*layer, *batch, *rows, items[i]}.run();
+      Attend<Floats8, Words8>{layer, batch, rows, items[i]}.run();
     else
-      Attend<Floats, Words>{*layer, *batch, *rows, items[i]}.run();
+      Attend<Floats, Words>{layer, batch, rows, items[i]}.run();
   }
 }

@@ -13,8 +13,8 @@ inline float norm_scale(const bf16* x, int64_t size, float eps) {
 // y = total / sqrt(mean(total^2) + eps) * weight, where total is x, or with `added`, x + added,
 // which takes the place of `added`. x has `stride` from row to row; added and y [rows, size] are
 // dense.
-KERNEL void add_norm(const bf16* x, int64_t stride, bf16* added, const bf16* weight, bf16* y,
-                     int64_t rows, int64_t size, float eps) {
+void add_norm(const bf16* x, int64_t stride, bf16* added, const bf16* weight, bf16* y, int64_t rows,
+              int64_t size, float eps) {
 #pragma omp parallel for schedule(static) if (rows * size > 1 << 16)
   for (int64_t i = 0; i < rows; i++) {
     const bf16* row = x + i * stride;
@@ -30,7 +30,7 @@ KERNEL void add_norm(const bf16* x, int64_t stride, bf16* added, const bf16* wei
 }
 
 // y [rows, size] = silu(gate) * up, of gate_up [rows, 2 size], gate first.
-KERNEL void silu_and_mul(const bf16* gate_up, bf16* y, int64_t rows, int64_t size) {
+void silu_and_mul(const bf16* gate_up, bf16* y, int64_t rows, int64_t size) {
 #pragma omp parallel for schedule(static) if (rows * size > 1 << 16)
   for (int64_t i = 0; i < rows; i++) {
     const bf16 *gates = gate_up + i * 2 * size, *ups = gates + size;
@@ -46,9 +46,9 @@ KERNEL void silu_and_mul(const bf16* gate_up, bf16* y, int64_t rows, int64_t siz
 //
 // x [rows, heads, width], with strides from row to row and head to head; weights [heads, width];
 // turns [limit, turned], cosines and then sines. Positions outside are the nearest one.
-KERNEL void prepare_heads(bf16* x, int64_t row_stride, int64_t head_stride, const bf16* weights,
-                          const float* turns, const int64_t* positions, int64_t limit, int64_t rows,
-                          int64_t heads, int64_t width, int64_t turned, float eps) {
+void prepare_heads(bf16* x, int64_t row_stride, int64_t head_stride, const bf16* weights,
+                   const float* turns, const int64_t* positions, int64_t limit, int64_t rows,
+                   int64_t heads, int64_t width, int64_t turned, float eps) {
 #pragma omp parallel for schedule(static) if (rows * heads * width > 1 << 16)
   for (int64_t t = 0; t < rows; t++) {
     const int64_t half = turned / 2;
@@ -72,8 +72,7 @@ KERNEL void prepare_heads(bf16* x, int64_t row_stride, int64_t head_stride, cons
 
 // tokens [rows] = the first place of the largest of float32 logits [rows, size], with `stride` from
 // row to row. NaN is passed over; 0 for a row of nothing else.
-KERNEL void arg_max(const float* logits, int64_t stride, int64_t* tokens, int64_t rows,
-                    int64_t size) {
+void arg_max(const float* logits, int64_t stride, int64_t* tokens, int64_t rows, int64_t size) {
 #pragma omp parallel for schedule(static) if (rows * size > 1 << 18)
   for (int64_t i = 0; i < rows; i++) {
     const float* row = logits + i * stride;

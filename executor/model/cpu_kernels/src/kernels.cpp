@@ -1,5 +1,6 @@
-// All kernels, compiled as one. Each is a plain C function over pointers, called by ctypes.
+// All kernels, compiled as one, and the one function that ctypes calls.
 #include <tuple>
+#include <utility>
 
 #include "attention.h"
 #include "elementwise.h"
@@ -7,14 +8,17 @@
 #include "moe.h"
 #include "route.h"
 
+// Each argument is a number or pointer in the low bytes of a word, or a struct of such.
 template <class... T>
 inline void call(void (*kernel)(T...), const uint64_t*& words) {
-  std::apply(kernel, std::tuple<T...>{load_as<T>(words++)...});  // in this order, as braces say
+  const auto next = [&](size_t size) { return std::exchange(words, words + (size + 7) / 8); };
+  std::apply(kernel, std::tuple<T...>{load_as<T>(next(sizeof(T)))...});  // in order, as braces say
 }
 
-// Calls that were made before, made again in one. library.py numbers the kernels. words: for each
-// call the kernel's number, then its arguments, each in the low bytes of a word.
-KERNEL void replay(const uint64_t* words, int64_t calls) {
+// Makes calls, one after another. words: for each the kernel's number, as library.py counts them,
+// then its arguments.
+extern "C" __attribute__((visibility("default")))
+void replay(const uint64_t* words, int64_t calls) {
   while (calls-- > 0) switch (*words++) {
       case 0: call(add_norm, words); break;
       case 1: call(arg_max, words); break;

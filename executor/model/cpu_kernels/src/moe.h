@@ -37,10 +37,10 @@ struct Groups {
 // w13: for each expert inner / 16 panels of `width`, each with 16 columns of gate and the same of
 // up; w2: for each expert width / 32 panels of `inner`; scales and biases as of `Panels`, or null.
 // With a limit, gate is at most that, and up within +-limit; up has `up_offset` added.
-KERNEL void moe(const bf16* x, const int32_t* ids, const float* weights, const void* w13,
-                const void* w2, const float* s13, const float* s2, const float* b13,
-                const float* b2, bf16* y, int64_t rows, int64_t top_k, int64_t experts,
-                int64_t width, int64_t inner, float alpha, float limit, float up_offset) {
+void moe(const bf16* x, const int32_t* ids, const float* weights, const void* w13, const void* w2,
+         const float* s13, const float* s2, const float* b13, const float* b2, bf16* y,
+         int64_t rows, int64_t top_k, int64_t experts, int64_t width, int64_t inner, float alpha,
+         float limit, float up_offset) {
   const Groups groups(ids, weights, rows, top_k, experts);
   const Panels gate_up{w13, s13, b13, width}, down{w2, s2, b2, inner};
   const int64_t used = groups.used.size(), pairs = groups.starts[experts];

@@ -61,11 +61,10 @@ struct Choice {
 // float32 [experts, width], with width a multiple of 16; bias float32, as columns of panels, or
 // null; correction float32 [experts], added to scores for the choice, or null; ids and weights
 // [rows, top_k]. Rows of padding, which may be null, get `experts` for ids.
-KERNEL void route(const Choice* choice, const bf16* x, int64_t stride, const bf16* weight,
-                  const float* weight32, const float* bias, const float* correction,
-                  const bool* is_padding, int32_t* ids, float* weights, int64_t rows,
-                  int64_t width) {
-  const int64_t experts = choice->experts, panels = (experts + kColumns - 1) / kColumns;
+void route(Choice choice, const bf16* x, int64_t stride, const bf16* weight, const float* weight32,
+           const float* bias, const float* correction, const bool* is_padding, int32_t* ids,
+           float* weights, int64_t rows, int64_t width) {
+  const int64_t experts = choice.experts, panels = (experts + kColumns - 1) / kColumns;
 #pragma omp parallel for schedule(static) if (worth_sharing(experts * width, rows))
   for (int64_t first = 0; first < rows; first += kTileRows) {
     const int64_t last = std::min(rows, first + kTileRows);
@@ -87,9 +86,9 @@ KERNEL void route(const Choice* choice, const bf16* x, int64_t stride, const bf1
         row[e] = sum(dot) + (bias ? bias[e] : 0);
       }
       std::fill(row + experts, row_of(i + 1), -INFINITY);
-      const int64_t at = i * choice->top_k;
-      choice->choose(row, ranks.data(), correction, ids + at, weights + at);
-      if (is_padding && is_padding[i]) std::fill_n(ids + at, choice->top_k, int32_t(experts));
+      const int64_t at = i * choice.top_k;
+      choice.choose(row, ranks.data(), correction, ids + at, weights + at);
+      if (is_padding && is_padding[i]) std::fill_n(ids + at, choice.top_k, int32_t(experts));
     }
   }
 }

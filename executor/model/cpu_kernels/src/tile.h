@@ -21,8 +21,6 @@
 #include <cstring>
 #include <vector>
 
-#define KERNEL extern "C" __attribute__((visibility("default")))
-
 using bf16 = uint16_t;
 
 constexpr int kLanes = TILE_LANES;  // numbers of a vector

@@ -1,14 +1,12 @@
 """Fixture of the CPU kernels' tests: the kernels of each tile that this machine runs."""
 
-import ctypes
-
 import pytest
 
 from executor.model.cpu_kernels import library
 
 
 @pytest.fixture(scope="session", params=library.TILES)
-def kernels(request: pytest.FixtureRequest) -> ctypes.CDLL:
+def kernels(request: pytest.FixtureRequest) -> library.Library:
     """Returns the kernels of each tile in turn."""
     try:
         [tile] = library.choose(request.param)

@@ -1,6 +1,5 @@
 """If this fails, attention on the CPU is wrong, or a row's bits depend on its batch."""
 
-import ctypes
 import math
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from executor.model.cpu_kernels.attention import Batch, Layer, attention, misfit
+from executor.model.cpu_kernels.library import Library
 from tests.executor.model.cpu_kernels.kernel_cases import (
     ROUNDING,
     num_threads,
@@ -29,10 +28,11 @@ class Heads:
     width: int
     values: int | None = None  # of latents
 
-    def layer(self, **options: Any) -> Layer:
-        values = self.values or self.width
-        scale = 1 / math.sqrt(self.width)
-        return Layer.of(self.query, self.kv, self.width, values, scale=scale, **options)
+    def layer(
+        self, window: int = 0, sinks: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | float | None, ...]:
+        values, scale = self.values or self.width, 1 / math.sqrt(self.width)
+        return self.query, self.kv, self.width, values, window, sinks, scale
 
 
 GQA, MHA, LATENT = Heads(8, 2, 64), Heads(3, 3, 32), Heads(5, 1, 96, values=64)
@@ -77,20 +77,30 @@ class Case:
         object.__setattr__(case, "q", self.q[start:stop])
         return case
 
-    def run(self, kernels: ctypes.CDLL, padding: int = 0) -> torch.Tensor:
-        counts = None if self.counts is None else torch.tensor(self.counts)
+    def run(self, kernels: Library, padding: int = 0) -> torch.Tensor:
         q = torch.cat((self.q, self.q[:padding]))
-        batch = Batch.of(
-            table_rows=torch.arange(len(self.lengths)),
-            lengths=torch.tensor(self.lengths),
-            counts=counts,
-            slots=torch.zeros(len(q), dtype=torch.int64),
-            block_size=self.block_size,
-            columns=self.table.shape[1],
-            tree_mask=self.tree_mask,
-        )
-        layer = self.heads.layer(**self.options)
-        return attention(kernels, layer, batch, q, None, None, self.keys, self.values, self.table)
+        slots = torch.zeros(len(q), dtype=torch.int64)
+        return self.attend(kernels, (q, None, None), slots, self.keys, self.values)
+
+    def attend(
+        self,
+        kernels: Library,
+        rows: tuple[torch.Tensor | None, ...],
+        slots: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        counts = None if self.counts is None else torch.tensor(self.counts)
+        width = 0 if self.tree_mask is None else self.tree_mask.shape[-1]
+        sizes = len(slots), len(self.lengths), self.block_size, self.table.shape[1], width
+        sequences = torch.arange(len(self.lengths)), torch.tensor(self.lengths), counts
+        batch = *sizes, *sequences, slots, self.tree_mask
+        strides = (0 if x is None else x.stride(0) for x in rows)
+        heads = self.heads
+        out = keys.new_empty(len(slots), heads.query * (heads.values or heads.width))
+        places = keys, values, self.table, out
+        kernels("attention", *heads.layer(**self.options), *batch, *rows, *strides, *places)
+        return out
 
     def expected(self) -> torch.Tensor:
         """Returns what float32 gives."""
@@ -133,12 +143,12 @@ SHAPES = {
 
 @pytest.mark.parametrize("heads", [GQA, MHA, LATENT, MANY_HEADS], ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_rows_are_those_of_float32(kernels: ctypes.CDLL, heads: Heads, shape: tuple[Any, ...]):
+def test_rows_are_those_of_float32(kernels: Library, heads: Heads, shape: tuple[Any, ...]):
     case = Case(heads, *shape)
     assert relative_error(case.run(kernels), case.expected()) < ROUNDING
 
 
-def test_attention_of_random_shapes_is_that_of_float32(kernels: ctypes.CDLL):
+def test_attention_of_random_shapes_is_that_of_float32(kernels: Library):
     """Blocks of any size; windows and sinks anywhere, so at the edges of blocks and tiles, too."""
     for rng in random_shapes():
         kv, width = rng.randint(1, 4), 32 * rng.randint(1, 4)
@@ -159,7 +169,7 @@ def test_attention_of_random_shapes_is_that_of_float32(kernels: ctypes.CDLL):
 
 @pytest.mark.parametrize("window", [1, 40, 64, 128])
 @pytest.mark.parametrize("heads", [GQA, LATENT], ids=str)
-def test_a_window_hides_what_is_before_it(kernels: ctypes.CDLL, heads: Heads, window: int):
+def test_a_window_hides_what_is_before_it(kernels: Library, heads: Heads, window: int):
     """Keys before all windows are not even read: there may be anything."""
     sinks = torch.linspace(-3, 3, heads.query)
     for options in ({"window": window}, {"window": window, "sinks": sinks}):
@@ -174,7 +184,7 @@ def test_a_window_hides_what_is_before_it(kernels: ctypes.CDLL, heads: Heads, wi
 
 
 @pytest.mark.parametrize("heads", [GQA, LATENT], ids=str)
-def test_a_tree_says_which_of_the_last_keys_are_seen(kernels: ctypes.CDLL, heads: Heads):
+def test_a_tree_says_which_of_the_last_keys_are_seen(kernels: Library, heads: Heads):
     tree_mask = torch.rand(3, 4, 6, generator=torch.manual_seed(0)) < 0.5
     tree_mask[:, :, 2:] |= torch.eye(4, dtype=torch.bool)
     case = Case(heads, (4, 66, 130), (4, 4, 4), tree_mask)
@@ -184,7 +194,7 @@ def test_a_tree_says_which_of_the_last_keys_are_seen(kernels: ctypes.CDLL, heads
 @pytest.mark.parametrize("options", [{}, {"window": 50}, {"sinks": torch.ones(8)}], ids=str)
 @pytest.mark.parametrize("heads", [GQA, Heads(8, 1, 96, values=64)], ids=str)
 def test_a_row_has_the_same_bits_decoded_verified_and_prefilled(
-    kernels: ctypes.CDLL, heads: Heads, options: dict[str, Any]
+    kernels: Library, heads: Heads, options: dict[str, Any]
 ):
     case = Case(heads, (150,), (150,), options=options)
     whole = case.run(kernels)
@@ -202,7 +212,7 @@ def test_a_row_has_the_same_bits_decoded_verified_and_prefilled(
 @pytest.mark.parametrize("heads", [GQA, LATENT], ids=str)
 @pytest.mark.parametrize("length", [20, 64, 70])
 def test_a_row_behind_a_path_of_a_tree_has_the_bits_of_decoding(
-    kernels: ctypes.CDLL, heads: Heads, length: int
+    kernels: Library, heads: Heads, length: int
 ):
     path = [0, 2, 3, 7]
     tree_mask = torch.eye(8).bool()[None]
@@ -223,7 +233,7 @@ def replace_tree(case: Case, tree_mask: torch.Tensor | None) -> Case:
     return case
 
 
-def test_a_row_has_the_same_bits_in_every_batch(kernels: ctypes.CDLL):
+def test_a_row_has_the_same_bits_in_every_batch(kernels: Library):
     case = Case(GQA, tuple(range(1, 150, 11)))
     whole = case.run(kernels, padding=3)
     assert (whole[-3:] == 0).all(), "padding is finite"
@@ -239,26 +249,17 @@ def test_a_row_has_the_same_bits_in_every_batch(kernels: ctypes.CDLL):
 
 
 @pytest.mark.parametrize("heads", [GQA, LATENT], ids=str)
-def test_keys_and_values_are_stored_and_seen(kernels: ctypes.CDLL, heads: Heads):
+def test_keys_and_values_are_stored_and_seen(kernels: Library, heads: Heads):
     """Rows of keys may be parts of wider ones. Without keys of its own, a query changes nothing."""
     case = Case(heads, (40, 70), (3, 1))
     slots = torch.tensor([case.table[0, 2] * BLOCK_SIZE + 8 - 3 + i for i in range(3)])
     slots = torch.cat((slots, case.table[1, 4:5] * BLOCK_SIZE + 5)).long()
     wide = random_bf16(4, 3 * heads.kv, heads.width, seed=9)
     k, v = wide[:, : heads.kv], None if heads.values else wide[:, heads.kv : 2 * heads.kv]
-    batch = Batch.of(
-        table_rows=torch.tensor([0, 1]),
-        lengths=torch.tensor(case.lengths),
-        counts=torch.tensor(case.counts),
-        slots=slots,
-        block_size=BLOCK_SIZE,
-        columns=case.table.shape[1],
-    )
     keys, values = case.keys.clone(), case.values.clone()
     if heads.values:
         values = keys
-    caches = (keys, values, case.table)
-    result = attention(kernels, heads.layer(), batch, case.q, k, v, *caches)
+    result = case.attend(kernels, (case.q, k, v), slots, keys, values)
     for cache, stored in ((case.keys, k), (case.values, k if v is None else v)):
         cache.index_copy_(0, slots, stored)
     assert torch.equal(keys, case.keys)
@@ -266,20 +267,14 @@ def test_keys_and_values_are_stored_and_seen(kernels: ctypes.CDLL, heads: Heads)
     assert torch.equal(result, case.run(kernels))
 
 
-def test_sequences_without_keys_and_batches_without_rows_give_finite_rows(kernels: ctypes.CDLL):
+def test_sequences_without_keys_and_batches_without_rows_give_finite_rows(kernels: Library):
     assert (Case(GQA, (0, 2), (1, 4)).run(kernels)[:3] == 0).all()
     assert Case(GQA, (3,), (0,)).run(kernels).shape == (0, 512)
 
 
-def test_nan_stays_in_the_rows_that_see_it(kernels: ctypes.CDLL):
+def test_nan_stays_in_the_rows_that_see_it(kernels: Library):
     case = Case(GQA, (70, 70))
     case.keys[case.table[1, 0] * BLOCK_SIZE] = torch.nan
     result = case.run(kernels)
     assert result[0].isfinite().all()
     assert result[1].isnan().all()
-
-
-def test_widths_that_the_kernel_does_not_take_are_named():
-    assert misfit(64, 64) is None
-    assert misfit(576, 512) is None
-    assert "heads of 48, values of 48: need multiples of 32" in str(misfit(48, 48))

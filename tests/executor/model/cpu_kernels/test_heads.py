@@ -1,10 +1,9 @@
 """If this fails, queries and keys on the CPU have wrong norms or stand at wrong positions."""
 
-import ctypes
-
 import torch
 
-from executor.model.cpu_kernels.heads import prepare_heads, takes_width
+from executor.model.cpu_kernels.library import Library
+from executor.model.layers.operators import CpuOperators
 from tests.executor.model.cpu_kernels.kernel_cases import (
     ROUNDING,
     assert_rows_stand_alone,
@@ -22,6 +21,19 @@ def turns_of(rotary: int, limit: int = 50) -> torch.Tensor:
     return torch.cat((angles.cos(), angles.sin()), -1)
 
 
+def prepare(
+    kernels: Library,
+    x: torch.Tensor,
+    weights: torch.Tensor | None,
+    rotation: tuple[torch.Tensor, torch.Tensor] | None,
+) -> None:
+    """Prepares heads in place."""
+    norm = None if weights is None else (weights, EPS)
+    q, k = CpuOperators(kernels, (), 0).prepare_heads(x, 1, norm, rotation)
+    assert q.data_ptr() == x.data_ptr()
+    assert q.shape[1] + k.shape[1] == x.shape[1]
+
+
 def prepared(
     x: torch.Tensor, weights: torch.Tensor | None, positions: torch.Tensor, turns: torch.Tensor
 ) -> torch.Tensor:
@@ -35,7 +47,7 @@ def prepared(
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
 
 
-def test_heads_of_random_shapes_are_those_of_float32(kernels: ctypes.CDLL):
+def test_heads_of_random_shapes_are_those_of_float32(kernels: Library):
     for rng in random_shapes():
         num_rows, num_heads, width = num_rows_of(rng), rng.randint(1, 6), 16 * rng.randint(1, 8)
         wide = random_bf16(num_rows, num_heads + 2, width)
@@ -44,42 +56,38 @@ def test_heads_of_random_shapes_are_those_of_float32(kernels: ctypes.CDLL):
         turns = turns_of(2 * rng.randint(0, width // 2))
         positions = torch.arange(num_rows) * 7 % 50
         expected = prepared(x, weights, positions, turns)
-        prepare_heads(kernels, x, weights, EPS, (positions, turns))
+        prepare(kernels, x, weights, (positions, turns))
         assert relative_error(x, expected) < ROUNDING
         assert torch.equal(wide[:, num_heads:], behind)
 
 
-def test_parts_of_heads_may_be_turned_and_heads_normed_only(kernels: ctypes.CDLL):
+def test_parts_of_heads_may_be_turned_and_heads_normed_only(kernels: Library):
     wide, turns, positions = random_bf16(3, 4, 96), turns_of(32), torch.tensor([4, 0, 49])
     expected = prepared(wide[..., 64:], None, positions, turns)
     before = wide[..., :64].clone()
-    prepare_heads(kernels, wide[..., 64:], None, EPS, (positions, turns))
+    prepare(kernels, wide[..., 64:], None, (positions, turns))
     assert relative_error(wide[..., 64:], expected) < ROUNDING
     assert torch.equal(wide[..., :64], before)
     weights, normed = random_bf16(4, 96, seed=2), wide.clone()
-    prepare_heads(kernels, normed, weights, EPS, None)
+    prepare(kernels, normed, weights, None)
     assert relative_error(normed, prepared(wide, weights, positions, turns_of(0))) < ROUNDING
 
 
-def test_rows_stand_alone(kernels: ctypes.CDLL):
+def test_rows_stand_alone(kernels: Library):
     x, weights, turns = random_bf16(80, 5, 128), random_bf16(5, 128, seed=1), turns_of(64)
     positions = torch.arange(80) % 50
 
     def run(rows: slice) -> torch.Tensor:
         y = x[rows].clone()
-        prepare_heads(kernels, y, weights, EPS, (positions[rows], turns))
+        prepare(kernels, y, weights, (positions[rows], turns))
         return y
 
     assert_rows_stand_alone(run, len(x))
 
 
-def test_a_position_outside_the_table_is_the_nearest_in_it(kernels: ctypes.CDLL):
+def test_a_position_outside_the_table_is_the_nearest_in_it(kernels: Library):
     x, turns = random_bf16(4, 1, 32), turns_of(32)
     x[1], x[3] = x[0], x[2]
-    prepare_heads(kernels, x, None, EPS, (torch.tensor([49, 1 << 40, 0, -(1 << 40)]), turns))
+    prepare(kernels, x, None, (torch.tensor([49, 1 << 40, 0, -(1 << 40)]), turns))
     assert torch.equal(x[0], x[1])
     assert torch.equal(x[2], x[3])
-
-
-def test_widths_that_the_kernel_takes():
-    assert [width for width in (8, 16, 40, 64, 128) if takes_width(width)] == [16, 64, 128]

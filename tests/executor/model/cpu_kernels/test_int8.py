@@ -3,7 +3,6 @@
 With scales that are powers of two all products are those of bfloat16, bit for bit, in every batch.
 """
 
-import ctypes
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,10 @@ import torch
 
 from executor.model.cpu_kernels import library
 from executor.model.cpu_kernels.linear import linear, pack, pad_bias
-from executor.model.cpu_kernels.moe import interleave, moe, pack_down, pack_gate_up
 from executor.model.decoder.kernels import cpu_kernels
 from executor.model.families import read_spec
+from executor.model.moe.layer import Dispatched, ExpertBiases
+from executor.model.moe.runner_cpu import CpuMoERunner
 from executor.model.weights import KeptWeight
 from executor.model.weights.kept import IN_INT8, INT8
 from tests.executor.model.cpu_kernels.kernel_cases import (
@@ -35,6 +35,11 @@ def quantised(weight: torch.Tensor) -> KeptWeight:
     return kept
 
 
+def stacked(weights: list[KeptWeight]) -> KeptWeight:
+    numbers, scales = ([getattr(w, name) for w in weights] for name in ("numbers", "scales"))
+    return KeptWeight(INT8, torch.stack(numbers), torch.stack(scales))
+
+
 def by_powers_of_two(*shape: int, seed: int) -> tuple[KeptWeight, torch.Tensor]:
     """Returns weights in int8, and the same in bfloat16."""
     kept = quantised(random_bf16(*shape, seed=seed))
@@ -47,7 +52,7 @@ def by_powers_of_two(*shape: int, seed: int) -> tuple[KeptWeight, torch.Tensor]:
     ("num_rows", "width", "size"), [(0, 64, 32), (1, 2, 1), (13, 70, 33), (80, 640, 300)]
 )
 def test_a_product_is_that_of_bfloat16_bit_for_bit(
-    kernels: ctypes.CDLL, num_rows: int, width: int, size: int, has_bias: bool
+    kernels: library.Library, num_rows: int, width: int, size: int, has_bias: bool
 ):
     x, bias = random_bf16(num_rows, width), pad_bias(random_bf16(size)) if has_bias else None
     kept, plain = by_powers_of_two(size, width, seed=1)
@@ -61,35 +66,28 @@ def test_a_product_is_that_of_bfloat16_bit_for_bit(
 
 
 @pytest.mark.parametrize("has_biases", [False, True])
-def test_experts_are_those_of_bfloat16_bit_for_bit(kernels: ctypes.CDLL, has_biases: bool):
+def test_experts_are_those_of_bfloat16_bit_for_bit(kernels: library.Library, has_biases: bool):
     experts, width, inner, rows = 3, 96, 48, 70
     gate_ups = [by_powers_of_two(2 * inner, width, seed=e) for e in range(experts)]
     downs = [by_powers_of_two(width, inner, seed=9 + e) for e in range(experts)]
-    stacked = [
-        torch.stack([pack_by(w) for w in weights])
-        for pack_by, weights in (
-            (pack_gate_up, [kept.numbers for kept, _ in gate_ups]),
-            (pack_down, [kept.numbers for kept, _ in downs]),
-            (pack_gate_up, [plain for _, plain in gate_ups]),
-            (pack_down, [plain for _, plain in downs]),
-            (interleave, [kept.scales for kept, _ in gate_ups]),
-            (torch.clone, [kept.scales for kept, _ in downs]),
-        )
-    ]
+    plain = [torch.stack([weight for _, weight in pairs]) for pairs in (gate_ups, downs)]
+    kept = [stacked([weight for weight, _ in pairs]) for pairs in (gate_ups, downs)]
     biases = None
     if has_biases:
-        biases = torch.randn(experts, 2 * inner), torch.randn(experts, width)
+        biases = ExpertBiases(torch.randn(experts, 2 * inner), torch.randn(experts, width))
+    of_kept, of_plain = (CpuMoERunner(*w, kernels, None, biases) for w in (kept, plain))
+    for expert in range(experts):
+        of_kept.arrange_kept(*(weight[expert] for weight in kept))
+        for weight, arrange in zip(plain, (of_plain.arrange, of_plain.arrange_down), strict=True):
+            weight[expert].copy_(arrange(weight[expert]))
     x, weights = random_bf16(rows, width), torch.rand(rows, 2)
     ids = torch.randint(0, experts + 1, (rows, 2), dtype=torch.int32)
-    y, expected = torch.empty_like(x), torch.empty_like(x)
     for part in (slice(0, 1), slice(0, 20), slice(0, rows)):
-        routed = x[part], ids[part], weights[part]
-        moe(kernels, *routed, *stacked[:2], y[part], biases, scales=(stacked[4], stacked[5]))
-        moe(kernels, *routed, *stacked[2:4], expected[part], biases)
-        assert torch.equal(y[part], expected[part])
+        routed = Dispatched(x[part], ids[part], weights[part])
+        assert torch.equal(of_kept.run(routed), of_plain.run(routed))
 
 
-def test_any_scales_are_multiplied_in_float32(kernels: ctypes.CDLL):
+def test_any_scales_are_multiplied_in_float32(kernels: library.Library):
     x, kept = random_bf16(9, 130), quantised(torch.randn(70, 130) * torch.rand(70, 1))
     y = linear(kernels, x, pack(kept.numbers), 70, None, pad_bias(kept.scales.flatten()))
     assert relative_error(y, x.float() @ (kept.numbers * kept.scales).T) < ROUNDING

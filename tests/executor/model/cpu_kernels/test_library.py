@@ -1,9 +1,9 @@
 """If this fails, an executor starts without its kernels, compiles at each start, or runs two pools."""
 
-import ctypes
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from executor.parallel.layout import Topology
 from tests.executor.model.cpu_kernels.kernel_cases import num_threads, random_bf16
 from tests.executor.support.experts import new_spec
 
+EVERY_START = ["cpu_kernels_built", "cpu_kernels_not_kept"]
 SOURCES = Path(library.__file__).with_name("src")
 ALL_FLAGS = "flags : avx2 fma avx512f avx512bw avx512vl avx512dq avx512_bf16"
 
@@ -27,9 +28,10 @@ ALL_FLAGS = "flags : avx2 fma avx512f avx512bw avx512vl avx512dq avx512_bf16"
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Returns the folder of an empty cache, with a compiler that is there at once: it copies."""
     [tile] = library.choose("avx2")
-    real = library.built(tile)
-    compiler = tmp_path / "bin" / library._COMPILER
+    compiler, real = tmp_path / "bin" / library._COMPILER, tmp_path / "real.so"
     compiler.parent.mkdir()
+    with library.built(tile) as path:
+        shutil.copy(path, real)
     compiler.write_text(
         f'#!/bin/sh\nfor last; do :; done\ncase "$1" in *version) echo 1;; *) cp {real} "$last";; esac\n'
     )
@@ -43,36 +45,35 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def forget() -> None:
     """Forgets what was loaded, and the compiler."""
-    for cached in (
-        library.load_tile,
-        library._first_loaded,
-        library._load_or_log,
-        library._compiler,
-    ):
+    for cached in (library.load_tile, library._find, library._compiler):
         cached.cache_clear()
 
 
-def test_arguments_are_as_the_sources_declare_them():
-    kinds = {"int64_t": "i", "float": "f"}
-    declared = {}
-    for path in SOURCES.iterdir():
-        for name, arguments in re.findall(
-            r"^KERNEL void (\w+)\((.*?)\)", path.read_text(), re.M | re.S
-        ):
-            types = [argument.split()[-2] for argument in arguments.split(",")]
-            declared[name] = "".join("p" if kind[-1] == "*" else kinds[kind] for kind in types)
-    assert declared == library.SIGNATURES
+def test_kernels_and_their_arguments_are_numbered_and_named_as_the_sources_have_them():
+    cases = re.findall(r"case (\d+): call\((\w+), ", Path(SOURCES, "kernels.cpp").read_text())
+    assert cases == [(str(number), name) for number, name in enumerate(library.KERNELS)]
+    sources = "".join(path.read_text() for path in SOURCES.glob("*.h"))
+    for name, kinds in library.KERNELS.items():
+        [declared] = re.findall(rf"^void {name}\((.*?)\)", sources, re.M | re.S)
+        expanded = " ".join(kinds_of(argument, sources) for argument in declared.split(","))
+        assert expanded.replace(" ", "") == kinds.replace(" ", ""), name
 
 
-def test_kernels_are_numbered_alike_where_calls_are_noted_and_replayed():
-    source = Path(SOURCES, "kernels.cpp").read_text()
-    cases = re.findall(r"case (\d+): call\((\w+), ", source)
-    *names, replay = library.SIGNATURES
-    assert cases == [(str(number), name) for number, name in enumerate(names)]
-    assert replay == "replay"
+def kinds_of(declared: str, sources: str) -> str:
+    """Returns the kinds of an argument, or of all fields of a struct."""
+    *_, kind, name = declared.split()
+    if kind.endswith("*") or name.startswith("*"):
+        return "p"
+    if kind in ("int64_t", "float"):
+        return kind[0]
+    [body] = re.findall(rf"^struct {kind} {{\n(.*?)\n(?:}};|\n)", sources, re.M | re.S)
+    fields = re.findall(r"^  (?:const )?(\w+\*?) (.*?);", body, re.M)
+    return "".join(
+        kinds_of(f"{kind} {name}", sources) for kind, names in fields for name in names.split(", ")
+    )
 
 
-def test_threads_are_pytorchs(kernels: ctypes.CDLL):
+def test_threads_are_pytorchs(kernels: library.Library):
     x, weight = random_bf16(8, 1024), pack(random_bf16(1024, 1024))  # enough to be shared
     with num_threads(2):
         torch.zeros(1 << 20).exp()
@@ -93,7 +94,10 @@ def test_a_user_without_a_home_compiles_for_each_start(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "expanduser", expanduser)
     forget()
-    assert library.built("avx2").parent == Path(library._own_folder().name)
+    with structlog.testing.capture_logs() as lines, library.built("avx2") as path:
+        assert path.exists()
+    assert not path.exists()
+    assert [line["event"] for line in lines] == EVERY_START
 
 
 def test_what_is_built_is_found_again(folder: Path):
@@ -131,20 +135,25 @@ def test_an_image_without_a_compiler_takes_what_was_built_for_it(
         library.load_tile("avx2")
 
 
-@pytest.mark.parametrize("problem", ["lock of another user", "no folder", "no such name"])
+def refused(*arguments: object) -> None:
+    raise PermissionError(f"may not write {arguments}")
+
+
+@pytest.mark.parametrize("problem", ["folder of another user", "no folder", "no such name"])
 def test_kernels_that_cannot_be_kept_are_compiled_for_each_start_and_leave_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, problem: str
 ):
-    if problem == "lock of another user":
-        (folder / "lock").mkdir(parents=True)  # root could open a file
+    if problem == "folder of another user":
+        monkeypatch.setattr(shutil, "copy", refused)  # root may write anywhere
     elif problem == "no folder":
         folder.write_bytes(b"")
     else:
         monkeypatch.setenv(library.CACHE, str(folder / ("x" * 300)))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder.parent))
     with structlog.testing.capture_logs() as lines:
         assert library.load_tile("avx2")
-    assert [line["event"] for line in lines] == ["cpu_kernels_not_kept", "cpu_kernels_built"]
-    assert not Path(library._own_folder().name).exists()
+    assert [line["event"] for line in lines] == EVERY_START
+    assert not [*Path(tempfile.gettempdir()).glob("lockstep-cpu-kernels-*")]
 
 
 def test_an_empty_variable_says_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch):
@@ -184,18 +193,12 @@ def test_a_compiler_too_old_for_the_best_tile_builds_the_next_and_says_so_once(
     assert line["running"] == ("another tile" if knows_avx2 else "slower, in plain PyTorch")
 
 
-def test_a_library_that_lacks_a_kernel_is_none(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(library.SIGNATURES, "absent", "p")
-    with pytest.raises(library.NoKernels, match="absent"):
-        library.load_tile("avx2")
-
-
 @pytest.mark.parametrize(
     ("flags", "choice", "problem"),
     [
-        ("avx2 fma", "avx512", "runs only avx2"),
-        ("sse4_2", "auto", "neither of avx512, avx2"),
-        ("sse4_2", "avx2", "neither of avx512, avx2"),
+        ("avx2 fma", "avx512", "of avx512, avx2 it runs avx2"),
+        ("sse4_2", "auto", "of avx512, avx2 it runs none"),
+        ("sse4_2", "avx2", "of avx512, avx2 it runs none"),
         ("avx2 fma", "neon", "need one of auto, avx512, avx2, off"),
         ("avx2 fma", "off", "=off"),
     ],
@@ -227,7 +230,7 @@ def test_the_best_tile_of_a_cpu_is_chosen(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_experts_of_a_width_that_no_tile_takes_run_plainly_with_a_line_in_the_log(
-    kernels: ctypes.CDLL,  # or none would be taken
+    kernels: library.Library,  # or none would be taken
 ):
     sizes = {"hidden_size": 48, "num_experts": 4, "top_k": 2, "intermediate_size": 32}
     spec = new_spec(**sizes, dtype=torch.bfloat16)

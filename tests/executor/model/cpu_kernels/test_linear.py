@@ -1,11 +1,10 @@
 """If this fails, products on the CPU are wrong, or a row's bits depend on its batch."""
 
-import ctypes
-
 import pytest
 import torch
 
-from executor.model.cpu_kernels.linear import linear, linear_of_heads, pack, pad_bias
+from executor.model.cpu_kernels.library import Library
+from executor.model.cpu_kernels.linear import linear, pack, pad_bias
 from tests.executor.model.cpu_kernels.kernel_cases import (
     ROUNDING,
     assert_rows_stand_alone,
@@ -30,19 +29,19 @@ from tests.executor.model.cpu_kernels.kernel_cases import (
     ],
 )
 def test_a_product_is_the_float32_product_rounded(
-    kernels: ctypes.CDLL, num_rows: int, width: int, size: int, has_bias: bool
+    kernels: Library, num_rows: int, width: int, size: int, has_bias: bool
 ):
     assert_is_rounded(kernels, num_rows, width, size, has_bias)
 
 
-def test_products_of_random_shapes_are_those_of_float32(kernels: ctypes.CDLL):
+def test_products_of_random_shapes_are_those_of_float32(kernels: Library):
     for rng in random_shapes():
         width, size = 2 * rng.randint(1, 80), rng.randint(1, 150)
         assert_is_rounded(kernels, num_rows_of(rng), width, size, rng.random() < 0.5)
 
 
 def assert_is_rounded(
-    kernels: ctypes.CDLL, num_rows: int, width: int, size: int, has_bias: bool
+    kernels: Library, num_rows: int, width: int, size: int, has_bias: bool
 ) -> None:
     x, weight = random_bf16(num_rows, width), random_bf16(size, width, seed=1)
     bias = random_bf16(size, seed=2) if has_bias else torch.zeros(size)
@@ -51,23 +50,23 @@ def assert_is_rounded(
     assert relative_error(y, x.float() @ weight.float().T + bias) < ROUNDING
 
 
-def test_rows_may_be_strided(kernels: ctypes.CDLL):
+def test_rows_may_be_strided(kernels: Library):
     wide, weight = random_bf16(5, 3, 64), random_bf16(40, 64, seed=1)
     for x in (wide[:, 1], random_bf16(64, 7).T):
         y = linear(kernels, x, pack(weight), 40)
         assert torch.equal(y, linear(kernels, x.contiguous(), pack(weight), 40))
 
 
-def test_heads_have_weights_of_their_own(kernels: ctypes.CDLL):
+def test_heads_have_weights_of_their_own(kernels: Library):
     wide, weight = random_bf16(7, 3, 50), random_bf16(3, 40, 34, seed=1)
     x = wide[..., 8:42]
-    y = linear_of_heads(kernels, x, pack(weight), 40)
+    y = linear(kernels, x, pack(weight), 40)
     expected = torch.einsum("thk,hnk->thn", x.float(), weight.float())
     assert relative_error(y, expected) < ROUNDING
-    assert torch.equal(linear_of_heads(kernels, x[2:3], pack(weight), 40), y[2:3])
+    assert torch.equal(linear(kernels, x[2:3], pack(weight), 40), y[2:3])
 
 
-def test_infinities_and_nan_come_through(kernels: ctypes.CDLL):
+def test_infinities_and_nan_come_through(kernels: Library):
     x = random_bf16(4, 64)
     x[1, 3], x[2, 5], x[3, 0] = torch.inf, torch.nan, 3e38
     y = linear(kernels, x, pack(torch.ones(32, 64).bfloat16() * 100), 32)
@@ -77,7 +76,7 @@ def test_infinities_and_nan_come_through(kernels: ctypes.CDLL):
     assert y[3].isposinf().all()
 
 
-def test_rows_stand_alone(kernels: ctypes.CDLL):
+def test_rows_stand_alone(kernels: Library):
     x, packed = random_bf16(80, 640), pack(random_bf16(300, 640, seed=1))
     assert_rows_stand_alone(lambda rows: linear(kernels, x[rows], packed, 300), len(x))
 

@@ -1,19 +1,15 @@
 """If this fails, experts on the CPU are wrong, or a row's bits depend on its batch."""
 
-import ctypes
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from executor.model.cpu_kernels.moe import (
-    Activation,
-    interleave,
-    moe,
-    pack_down,
-    pack_gate_up,
-)
+from executor.model.cpu_kernels.library import Library
+from executor.model.moe.layer import Dispatched, ExpertBiases
+from executor.model.moe.runner_cpu import CpuMoERunner
+from executor.model.spec import ActivationSpec, ClampedSwiGlu
 from tests.executor.model.cpu_kernels.kernel_cases import (
     ROUNDING,
     assert_rows_stand_alone,
@@ -23,7 +19,7 @@ from tests.executor.model.cpu_kernels.kernel_cases import (
     relative_error,
 )
 
-GPT_OSS = Activation(alpha=1.702, limit=7.0, up_offset=1.0)
+GPT_OSS = ClampedSwiGlu(alpha=1.702, limit=7.0)
 
 
 class Case:
@@ -35,23 +31,21 @@ class Case:
         self.b13 = random_bf16(experts, 2 * inner, seed=3).float() * has_biases
         self.b2 = random_bf16(experts, width, seed=4).float() * has_biases
         self._packed = (
-            torch.stack([pack_gate_up(w) for w in self.w13]),
-            torch.stack([pack_down(w) for w in self.w2]),
+            torch.stack([CpuMoERunner.arrange(w) for w in self.w13]),
+            torch.stack([CpuMoERunner.arrange_down(w) for w in self.w2]),
         )
-        self._biases = (torch.stack([interleave(b) for b in self.b13]), self.b2)
-        self._has_biases = has_biases
+        self._biases = ExpertBiases(self.b13, self.b2) if has_biases else None
 
     def run(
         self,
-        kernels: ctypes.CDLL,
+        kernels: Library,
         x: torch.Tensor,
         ids: torch.Tensor,
         weights: torch.Tensor,
-        activation: Activation = Activation(),  # noqa: B008
+        activation: ActivationSpec = None,
     ) -> torch.Tensor:
-        biases = self._biases if self._has_biases else None
-        y = torch.empty(x.shape, dtype=torch.bfloat16)
-        return moe(kernels, x, ids, weights, *self._packed, y, biases, activation)
+        runner = CpuMoERunner(*self._packed, kernels, activation, self._biases)
+        return runner.run(Dispatched(x, ids, weights))
 
     def expected(
         self,
@@ -77,7 +71,7 @@ def chosen(rows: int, top_k: int, experts: int, seed: int = 0) -> tuple[torch.Te
     return ids.to(torch.int32), torch.rand(rows, top_k, generator=generator)
 
 
-def test_experts_of_random_shapes_are_as_in_float32(kernels: ctypes.CDLL):
+def test_experts_of_random_shapes_are_as_in_float32(kernels: Library):
     for seed, rng in enumerate(random_shapes()):
         experts, rows = rng.randint(1, 9), num_rows_of(rng)
         top_k = rng.randint(1, experts)
@@ -87,7 +81,7 @@ def test_experts_of_random_shapes_are_as_in_float32(kernels: ctypes.CDLL):
         assert relative_error(y, case.expected(x, ids, weights)) < 2 * ROUNDING
 
 
-def test_experts_elsewhere_add_nothing(kernels: ctypes.CDLL):
+def test_experts_elsewhere_add_nothing(kernels: Library):
     case, x = Case(3, 64, 32), random_bf16(6, 64)
     ids, weights = chosen(6, 2, 3)
     ids[0, 1], ids[1], ids[2, 0], ids[5] = 3, 3, -1, 2**31 - 1
@@ -97,14 +91,14 @@ def test_experts_elsewhere_add_nothing(kernels: ctypes.CDLL):
 
 
 @pytest.mark.parametrize("rows", [1, 12, 61])
-def test_all_rows_may_go_to_one_expert(kernels: ctypes.CDLL, rows: int):
+def test_all_rows_may_go_to_one_expert(kernels: Library, rows: int):
     case, x = Case(4, 64, 48), random_bf16(rows, 64)
     ids, weights = torch.full((rows, 1), 2, dtype=torch.int32), torch.rand(rows, 1)
     y = case.run(kernels, x, ids, weights)
     assert relative_error(y, case.expected(x, ids, weights)) < 2 * ROUNDING
 
 
-def test_gates_are_clamped_where_the_activation_says_so(kernels: ctypes.CDLL):
+def test_gates_are_clamped_where_the_activation_says_so(kernels: Library):
     case, x = Case(4, 64, 48, has_biases=True), random_bf16(9, 64, scale=8)
     ids, weights = chosen(9, 2, 4)
 
@@ -116,7 +110,7 @@ def test_gates_are_clamped_where_the_activation_says_so(kernels: ctypes.CDLL):
     assert relative_error(y, case.expected(x, ids, weights, activate)) < 2 * ROUNDING
 
 
-def test_rows_stand_alone(kernels: ctypes.CDLL):
+def test_rows_stand_alone(kernels: Library):
     """The weights are enough to be shared by threads."""
     case, x = Case(6, 256, 256), random_bf16(80, 256)
     ids, weights = chosen(80, 3, 6)
@@ -125,8 +119,8 @@ def test_rows_stand_alone(kernels: ctypes.CDLL):
     )
 
 
-@pytest.mark.parametrize("activation", [Activation(), GPT_OSS], ids=["silu", "gpt-oss"])
-def test_a_row_that_is_not_finite_stays_alone(kernels: ctypes.CDLL, activation: Activation):
+@pytest.mark.parametrize("activation", [None, GPT_OSS], ids=["silu", "gpt-oss"])
+def test_a_row_that_is_not_finite_stays_alone(kernels: Library, activation: ActivationSpec):
     case, x = Case(3, 64, 32), random_bf16(4, 64)
     ids, weights = chosen(4, 2, 3)
     clean = case.run(kernels, x, ids, weights, activation)

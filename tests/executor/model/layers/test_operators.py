@@ -55,13 +55,19 @@ class Inputs:
 
     def through(self, operators: Operators) -> dict[str, torch.Tensor]:
         """Returns what every operator makes of them."""
-        normed = operators.norm_heads(self.qk(HEADS + KV_HEADS), self.qk_weight, HEADS, EPS)
-        rotation = operators.rotations(self.positions)[0]
-        results = {"norm_heads": normed.clone()}
-        results["q"], results["k"] = operators.rotate(normed, HEADS, rotation)
-        queries = operators.norm_heads(self.qk(HEADS), self.qk_weight[:HEADS], HEADS, EPS)
-        results["q without keys"], none = operators.rotate(queries, HEADS, rotation)
-        assert none.shape == (len(queries), 0, queries.shape[-1])
+        norm, rotation = (self.qk_weight, EPS), operators.rotations(self.positions)[0]
+        of_queries, results = (self.qk_weight[:HEADS], EPS), {}
+        for name, given in {
+            "normed": (norm, None),
+            "turned": (None, rotation),
+            "both": (norm, rotation),
+            "neither": (None, None),
+        }.items():
+            pair = operators.prepare_heads(self.qk(HEADS + KV_HEADS), HEADS, *given)
+            results[f"{name} q"], results[f"{name} k"] = pair
+        pair = operators.prepare_heads(self.qk(HEADS), HEADS, of_queries, rotation)
+        results["q without keys"], none = pair
+        assert none.shape == (len(self.positions), 0, self.heads.shape[-1])
         results["rms_norm"] = operators.rms_norm(self.x, self.weight, EPS)
         results["add_rms_norm"], results["sum"] = operators.add_rms_norm(
             self.x.clone(), self.residual.clone(), self.weight, EPS
@@ -91,11 +97,8 @@ def test_kernels_of_the_cpu_compute_the_same(head_dim: int) -> None:
     assert kernels is not None
     ours = CpuOperators(kernels, [rope], MAX_POSITIONS)
     plain = TorchOperators([RotaryEmbedding(rope, MAX_POSITIONS, dtype=torch.bfloat16, device=CPU)])
-    results, rotation = inputs.through(ours), ours.rotations(inputs.positions)[0]
+    results = inputs.through(ours)
     torch.testing.assert_close(results, inputs.through(plain), atol=3e-2, rtol=3e-2)
-    qk, weight = inputs.qk(HEADS + KV_HEADS), inputs.qk_weight
-    together = ours.norm_and_rotate(qk, weight, HEADS, EPS, rotation)
-    torch.testing.assert_close(together, (results["q"], results["k"]), atol=3e-2, rtol=3e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -134,11 +137,11 @@ def test_the_rest_of_a_head_does_not_turn(ops: FlashInferOps) -> None:
     ):
         x = Inputs(5, torch.float32).heads
         [rotation] = operators.rotations(torch.arange(1, 6))
-        q, k = operators.rotate(x.clone(), HEADS, rotation)
+        q, k = operators.prepare_heads(x.clone(), HEADS, None, rotation)
         turned = torch.cat((q, k), dim=1)
         assert torch.equal(turned[..., HEAD_DIM // 2 :], x[..., HEAD_DIM // 2 :])
-        alone = TorchOperators([rotary]).rotate(
-            x[..., : HEAD_DIM // 2].clone(), HEADS, rotary.at(torch.arange(1, 6))
+        alone = TorchOperators([rotary]).prepare_heads(
+            x[..., : HEAD_DIM // 2].clone(), HEADS, None, rotary.at(torch.arange(1, 6))
         )
         torch.testing.assert_close(turned[..., : HEAD_DIM // 2], torch.cat(alone, dim=1))
 
@@ -165,7 +168,7 @@ def test_norms_and_activation_are_those_of_the_library(real: Any, dtype: torch.d
 def test_the_rotation_is_that_of_the_library(real: Any) -> None:
     inputs, operators = Inputs(9, torch.float32), torch_operators(torch.float32)
     qk = inputs.heads[:, : HEADS + KV_HEADS]
-    q, k = operators.rotate(qk, HEADS, operators.rotations(inputs.positions)[0])
+    q, k = operators.prepare_heads(qk, HEADS, None, operators.rotations(inputs.positions)[0])
     expected = reference("rope_cos_sin_cache")(
         inputs.positions,
         qk[:, :HEADS].flatten(1),

@@ -52,7 +52,8 @@ def check_heads(rotary_dim: int, has_norm: bool, ops: TritonOps, device: torch.d
     positions, slots = torch.tensor([5, 0, 30]), torch.tensor([7, 0, 2])
     qk = heads[:, :6].float()
     if weight is not None:
-        qk = TorchOperators(()).norm_heads(qk, weight.float(), 4, EPS).bfloat16().float()
+        normed = TorchOperators(()).prepare_heads(qk, 4, (weight.float(), EPS), None)
+        qk = torch.cat(normed, dim=1).bfloat16().float()
     rope = RopeSpec(rotary_dim=rotary_dim, theta=1e4)
     rotation = RotaryEmbedding(rope, 32, dtype=torch.float32, device=CPU).at(positions)
     qk = RotaryEmbedding.rotate(qk, rotation).bfloat16()
