@@ -2,11 +2,11 @@
 
     python -m router.client.batch IN.jsonl OUT.jsonl --router router:50051
 
-A line of IN has a custom_id, `"method": "POST"`, `"url": "/v1/completions"` and the body of such a
-request. Each is answered by one line of OUT with its custom_id and a response or an error, in the
-order in which they end. OUT grows by whole lines: whatever ends a run, even a kill, the same command
-goes on where it was. What may yet succeed, such as a request that meets no router, is sent again and
-makes no line.
+A line of IN has a custom_id, `"method": "POST"`, `"url": "/v1/completions"` or "/v1/chat/completions",
+and the body of such a request. Each is answered by one line of OUT with its custom_id and a response
+or an error, in the order in which they end. OUT grows by whole lines: whatever ends a run, even a
+kill, the same command goes on where it was. What may yet succeed, such as a request that meets no
+router, is sent again and makes no line.
 
 Ends with 0 if each line has a response, 1 if some have an error, 2 if a file or a flag is refused
 before anything is sent, and 3 if it stopped before the end: run it again.
@@ -41,8 +41,8 @@ LARGE_BYTES = 256 << 10
 RETRY_S = 2.0  # before the router is called again after a failure
 # Reasons that another attempt does not change.
 FINAL = {
-    *("INVALID_REQUEST", "PROMPT_TOO_LONG", "MODEL_NOT_FOUND", "CONSTRAINT_FAILED"),
-    *("EXECUTOR_FAILED", "CANCELLED"),
+    *("INVALID_REQUEST", "PROMPT_TOO_LONG", "CHAT_TEMPLATE_FAILED", "MODEL_NOT_FOUND"),
+    *("CONSTRAINT_FAILED", "EXECUTOR_FAILED", "CANCELLED"),
 }
 BAR_CELLS = 30
 SHOWN_EVERY_S = {True: 0.2, False: 10.0}  # by whether it is a terminal
@@ -177,7 +177,7 @@ class Batch:
         shown = asyncio.create_task(self._show())
         since, num_left = time.monotonic(), len(self._left)
         try:
-            while failure := await self._attempt():
+            while self._left and (failure := await self._attempt()):
                 if len(self._left) < num_left:
                     since, num_left = time.monotonic(), len(self._left)
                 if (
@@ -230,7 +230,7 @@ class Batch:
                 raise
             code = error.reason or error.code.name
             return error_line(line.custom_id, code, str(error), error.field, error.request_id)
-        return answer_line(line.custom_id, model, completions)
+        return answer_line(line.content, model, completions)
 
     async def _ask(self, router: Client | Many, request: BatchRequest) -> list[Completion]:
         """Returns all continuations of a request, however long the queue is full."""

@@ -2,25 +2,27 @@
 
 import asyncio
 import json
+import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from protos.serving.v1 import serving_pb2 as pb
-from router.client import Client
+from router.client import Client, Completion, Finish, TokenLogprob
 from router.client import batch as batch_module
-from router.client.batch import Batch, BatchRefused, BatchStopped
-from router.client.batch_lines import LineRefused, read_request
+from router.client.batch import Batch, BatchRefused, BatchStopped, main
+from router.client.batch_lines import CHAT, COMPLETIONS, LineRefused, answer_line, read_request
 from router.client.messages import to_request
 from router.errors import QueueFull
 from tests.router.support.fake_engines import FakeEngines, byte_tokenizer, serve
 
 
-def line_of(custom_id: str, **body: Any) -> dict[str, Any]:
-    url = "/v1/completions"
+def line_of(custom_id: str, url: str = COMPLETIONS, **body: Any) -> dict[str, Any]:
     return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
 
 
@@ -29,6 +31,33 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """Paths of the input and the output; nothing waits long before it tries again."""
     monkeypatch.setattr(batch_module, "RETRY_S", 0.01)
     return tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+
+
+FINISH = Finish(
+    reason="stop",
+    stop_token_id=None,
+    stop_string=None,
+    num_prompt_tokens=3,
+    num_cached_tokens=1,
+    num_completion_tokens=1,
+    num_preemptions=0,
+    queue_s=0.0,
+    first_token_s=0.0,
+    total_s=0.0,
+    group=0,
+    dp_rank=0,
+)
+COMPLETION = Completion(
+    request_id="r",
+    index=0,
+    token_ids=[5],
+    text="",
+    logprobs=[],
+    prompt_logprobs=[],
+    finish=FINISH,
+    first_token_s=0.0,
+    total_s=0.0,
+)
 
 
 def write(path: Path, lines: list[dict[str, Any]]) -> None:
@@ -90,10 +119,66 @@ def test_a_body_becomes_a_request_with_the_defaults_of_openai():
     )
 
 
+def test_a_chat_becomes_a_request_as_long_as_it_may_be():
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    body = {
+        "messages": [
+            {"role": "user", "content": "a?"},
+            {"role": "assistant", "tool_calls": [call]},
+        ],
+        "tools": [{"type": "function", "function": {"name": "add"}}],
+        "chat_template_kwargs": {"enable_thinking": False},
+        "max_completion_tokens": None,
+        "logprobs": True,
+        "top_logprobs": 3,
+    }
+    request = read_request(line_of("a", CHAT, **body), 0)
+    messages = [
+        pb.ChatMessage(role="user", content="a?"),
+        pb.ChatMessage(
+            role="assistant", tool_calls=[pb.ToolCall(id="1", name="add", arguments='{"a": 1}')]
+        ),
+    ]
+    assert to_request(request.prompt, request.options) == pb.GenerateRequest(
+        chat=pb.Chat(
+            messages=messages,
+            tools=['{"type": "function", "function": {"name": "add"}}'],
+            template_arguments='{"enable_thinking": false}',
+        ),
+        sampling=pb.SamplingParams(temperature=1),
+        output=pb.OutputOptions(text=True, logprobs=True, top_logprobs=3),
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages"),
+        ({"messages": [{"role": "user", "function_call": {}}]}, "messages"),
+        ({"messages": [{"role": "user", "tool_calls": [{"id": "1"}]}]}, "messages"),
+        ({"messages": ["hello"]}, "messages"),
+        ({"messages": [], "tools": {}}, "tools"),
+        ({"messages": [], "tool_choice": "auto"}, "tool_choice"),
+        ({"messages": [], "continue_final_message": 1}, "continue_final_message"),
+        ({"messages": [], "chat_template_kwargs": []}, "chat_template_kwargs"),
+        ({"messages": [], "logprobs": 2}, "logprobs"),
+        ({"messages": [], "max_completion_tokens": "all"}, "max_completion_tokens"),
+        ({"messages": [], "prompt": "a"}, "prompt"),
+    ],
+)
+def test_a_chat_that_cannot_be_asked_is_refused_by_its_field(body: dict[str, Any], field: str):
+    with pytest.raises(LineRefused) as refused:
+        read_request(line_of("a", CHAT, **body), 0)
+    assert refused.value.field == f"body.{field}"
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
         ({"url": "/v1/embeddings"}, "url"),
+        ({"url": ["/v1/completions"]}, "url"),
         ({"method": "GET"}, "method"),
         ({"priority": 3}, "priority"),
         ({"body": []}, "body"),
@@ -120,6 +205,27 @@ def test_a_line_that_cannot_be_asked_is_refused_by_its_field(changes: dict[str, 
     with pytest.raises(LineRefused, match=f"^{field}: ") as refused:
         read_request(line, 0)
     assert refused.value.field == field
+
+
+@pytest.mark.parametrize("url", [COMPLETIONS, CHAT])
+def test_log_probabilities_stand_where_openai_has_them(url: str):
+    entries = [TokenLogprob(5, -0.5, ((5, -0.5), (7, -1.5)))]
+    completion = replace(COMPLETION, text="five", logprobs=entries)
+    line = answer_line(line_of("a", url), "tiny-moe", [completion])
+    [choice] = line["response"]["body"]["choices"]
+    if url == COMPLETIONS:
+        assert choice["text"] == "five"
+        assert choice["logprobs"] == {
+            "tokens": ["token_id:5"],
+            "token_logprobs": [-0.5],
+            "top_logprobs": [{"token_id:5": -0.5, "token_id:7": -1.5}],
+        }
+        return
+    assert choice["message"] == {"role": "assistant", "content": "five", "refusal": None}
+    [entry] = choice["logprobs"]["content"]
+    assert (entry["token"], entry["logprob"]) == ("token_id:5", -0.5)
+    likeliest = {top["token"]: top["logprob"] for top in entry["top_logprobs"]}
+    assert likeliest == {"token_id:5": -0.5, "token_id:7": -1.5}
 
 
 async def test_each_line_is_answered_by_a_response_or_an_error(
@@ -242,6 +348,35 @@ async def test_a_batch_survives_its_router(echoing: FakeEngines, files: tuple[Pa
         first.echoes = True
         await running
     assert len(read(target)) == 8
+
+
+@pytest.mark.parametrize(
+    ("answered", "problem", "code"),
+    [
+        ("null", "", 0),
+        ('{"code": "CANCELLED"}', "", 1),
+        ("[", "no JSON", 2),
+        (None, "stopped: ", 3),
+    ],
+)
+def test_the_exit_code_says_how_a_batch_ended(
+    files: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    answered: str | None,
+    problem: str,
+    code: int,
+):
+    """What is answered needs no router."""
+    source, target = files
+    write(source, [line_of("a", prompt="b")])
+    if answered is not None:
+        target.write_text(f'{{"custom_id": "a", "error": {answered}}}\n')
+    arguments = ["batch", str(source), str(target), "--router", "unix:nobody", "--patience-s", "0"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest's own stays
+    assert main() == code
+    assert problem in capsys.readouterr().err
 
 
 async def test_a_batch_without_a_router_stops_and_says_so(files: tuple[Path, Path]):
