@@ -11,6 +11,7 @@ from executor.build.executor import build_worker
 from executor.metrics import PHASES, Measures, Numbers, collector
 from executor.worker import Worker
 from protos.telemetry.metrics import Histogram
+from protos.transport.certificates import Validity
 from tests.executor.support.servers import config_of, reason_of, serving
 from tests.executor.support.steps import decode_part, prompt_part, step
 
@@ -97,7 +98,10 @@ async def test_a_server_counts_joins_waits_and_refusals_by_reason(
     assert measures.phase_ns["queue"] > 0
 
 
-def test_what_prometheus_gets_is_what_was_counted():
+def test_what_prometheus_gets_is_what_was_counted(monkeypatch: pytest.MonkeyPatch):
+    dates = {"tls_cert": Validity(17.0, 23.0)}
+    monkeypatch.setattr("executor.metrics.first_to_expire", lambda: dates)
+
     def series_of(*numbers: Any) -> dict[str, Any]:
         return {
             family.name: dict(family.series) for family in collector(lambda: Numbers(*numbers))()
@@ -110,6 +114,9 @@ def test_what_prometheus_gets_is_what_was_counted():
     measures.failures["STEP_FAILED"] += 2
     series = series_of(measures, 2, 1, 64, 7, {"allocated": 5})
     assert series["lockstep_executor_info"] == {("2", "1"): 1.0}
+    for edge, seconds in (("begin", 17), ("expiry", 23)):
+        name = f"lockstep_executor_certificate_{edge}_timestamp_seconds"
+        assert series[name] == {("tls_cert",): seconds}
     assert series["lockstep_executor_epoch"] == {(): 7}
     assert series["lockstep_executor_ready"] == {(): 1.0}
     assert series["lockstep_executor_kv_blocks"] == {(): 64}

@@ -10,6 +10,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from protos.transport.error_details import error_details
 from router.api.constraints import build_grammar
 from router.api.text import Tokenizer
+from router.api.vllm_messages import read_generate
 from router.errors import QueueFull
 from router.requests.request import OutputOptions, Request, SamplingParams, StopConditions
 from tests.router.support.calls import PROMPT, SAMPLING, failure
@@ -79,6 +80,13 @@ async def test_each_field_arrives(
     params: dict[str, Any], read: Callable[[Request], Any], value: Any, tokenizer: Tokenizer
 ):
     assert read(await arrived(generate(**params), tokenizer)) == value
+
+
+@pytest.mark.parametrize("is_set", [False, True])
+def test_what_says_where_stop_strings_are_looked_for_is_passed_on(is_set: bool):
+    message = generate(skip_special_tokens=is_set, include_stop_str_in_output=is_set)
+    output = read_generate(message).output
+    assert (output.skip_special_tokens, output.include_stop) == (is_set, is_set)
 
 
 async def test_without_a_seed_each_request_gets_one_of_its_own():

@@ -16,6 +16,7 @@ from protos.serving.v1 import serving_pb2
 from protos.telemetry.metrics import Family, Histogram
 from protos.telemetry.scrapes import serve_metrics
 from protos.transport.admission import Refusals
+from protos.transport.certificates import Validity
 from router import app
 from router.api.generate import GenerationServicer
 from router.api.health import Health
@@ -41,7 +42,9 @@ async def samples_of(engines: Engines) -> Samples:
         await asyncio.to_thread(port.close)
 
 
-async def test_a_scrape_says_what_happened():
+async def test_a_scrape_says_what_happened(monkeypatch: pytest.MonkeyPatch):
+    dates = {"tls_cert": Validity(17.0, 23.0)}
+    monkeypatch.setattr("router.telemetry.prometheus.first_to_expire", lambda: dates)
     async with running() as engines:
         prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
         first = await complete(engines, "a", prompt, max_tokens=6)
@@ -49,6 +52,9 @@ async def test_a_scrape_says_what_happened():
         engines.measures.refused[QueueFull.reason] += 2
         samples = await samples_of(engines)
 
+    for edge, seconds in (("begin", 17), ("expiry", 23)):
+        name = f"lockstep_router_certificate_{edge}_timestamp_seconds"
+        assert samples[name] == {("tls_cert",): seconds}
     rank = str(first.sequences[0].dp_rank)
     assert samples["lockstep_router_info"] == {("fake", "1.2"): 1}
     assert samples["lockstep_router_ready"][()] == 1
