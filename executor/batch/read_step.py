@@ -151,6 +151,8 @@ _STARTS = (
     Column("num_output_ids", default=0),
     Column("output_ids", length="num_output_ids", most="token_id"),
     Column("grammar_of", default=0),
+    Column("num_begin_ids", default=0),
+    Column("begin_ids", length="num_begin_ids", most="token_id"),
 )
 
 
@@ -164,6 +166,7 @@ class RowStarts:
             the columns after them, end to end.
         grammars: Each once.
         grammar_of: [A] 1 and up: the grammar of each row; 0: it has none.
+        num_begin_ids: [A] entries of each row in begin_ids, behind which its grammar begins.
     """
 
     rows: Int64Array
@@ -182,6 +185,8 @@ class RowStarts:
     output_ids: Int64Array
     grammars: tuple[str, ...]
     grammar_of: Int64Array
+    num_begin_ids: Int64Array
+    begin_ids: Int64Array
 
     @property
     def is_penalized(self) -> BoolArray:

@@ -22,11 +22,13 @@ from protos.executor.grammars import (
     new_grammar_thread,
 )
 from protos.serving.v1 import serving_pb2
+from router.api.text import Tokenizer
 from router.errors import InvalidRequest
 from router.scheduling.step import ServedModel
 
 MAX_CONSTRAINT_BYTES = 64 << 10
 MAX_CHOICES = 1024
+MAX_AFTER = 16  # tokens behind which it begins
 NUM_KEPT = 256  # constraints whose grammar is kept, since most services send few
 LOOK_S = 0.2  # at parts of a schema, for the one at fault
 
@@ -101,6 +103,31 @@ async def read_constraint(message: serving_pb2.GenerateRequest, model: ServedMod
             "an output with a constraint ends with the end-of-sequence token; leave one of them out",
         )
     return await _kept.grammar_of(kind, text)
+
+
+def read_after(
+    constraint: serving_pb2.Constraint, model: ServedModel, tokenizer: Tokenizer | None
+) -> tuple[int, ...]:
+    """Returns the tokens behind which a constraint begins; none: it does at once.
+
+    Raises:
+        InvalidRequest: They are too many, none of the model's, or not known.
+    """
+    ids, field = tuple(constraint.after_token_ids), "constraint.after_token_ids"
+    if len(ids) > MAX_AFTER:
+        problem = f"{len(ids)} are too many; send at most {MAX_AFTER}"
+        raise InvalidRequest(field, problem, value=len(ids), limit=MAX_AFTER)
+    if (most := max(ids, default=0)) >= model.vocab_size:
+        problem = f"{most} is none of the model's tokens, 0 to {model.vocab_size - 1}"
+        raise InvalidRequest(field, problem, value=most, limit=model.vocab_size - 1)
+    if not constraint.after_reasoning:
+        return ids
+    if ids:
+        raise InvalidRequest("constraint.after_reasoning", f"{field} is set, too; leave one out")
+    if tokenizer is None or not tokenizer.reasoning_end:
+        problem = "the router knows no tokens that end the model's reasoning; send after_token_ids"
+        raise InvalidRequest("constraint.after_reasoning", problem)
+    return tokenizer.reasoning_end
 
 
 def build_grammar(kind: str, text: str) -> str:

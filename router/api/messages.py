@@ -17,7 +17,7 @@ from protos.executor.sampling_fields import SAMPLING_FIELDS
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError, duration, quoted
 from protos.transport.interceptors import Caller
-from router.api.constraints import read_constraint
+from router.api.constraints import read_after, read_constraint
 from router.api.prompts import NO_TOKENIZER, check_model, check_token_id, read_prompt
 from router.api.text import OutputText, StopStrings, Tokenizer
 from router.api.unknown_fields import refuse_unknown_fields
@@ -121,6 +121,7 @@ async def read_request(
     output = _read_output(message, tokenizer)
     _check_stop(message.stop, model, tokenizer)  # before a prompt is encoded in vain
     grammar = await read_constraint(message, model)
+    grammar_after = read_after(message.constraint, model, tokenizer)
     prompt = await read_prompt(message, model, tokenizer)
     n = message.n or 1
     is_plain = n == 1 and not (output.text or output.logprobs or output.prompt_logprobs)
@@ -141,6 +142,7 @@ async def read_request(
         cache_salt=settings.cache_salt(caller),
         hides_cached=settings.is_cache_shared,
         grammar=grammar,
+        grammar_after=grammar_after,
     )
     if tokenizer is not None and (output.text or message.stop.stop_strings):
         _add_texts(request, message, tokenizer)

@@ -227,12 +227,19 @@ class OutputText:
         return None
 
 
+# What models of several families write between their reasoning and their answer.
+REASONING_ENDS = ("</think>", "<|channel|>final<|message|>", "[/THINK]", "</seed:think>")
+
+
 class Tokenizer:
     """The model's tokenizer.
 
     Args:
         path: A tokenizer.json as the `tokenizers` library writes it.
         chat: Makes texts of chats; None where there is no chat template.
+
+    Attributes:
+        reasoning_end: Tokens with which the model ends its reasoning; empty if none are known.
 
     Raises:
         ValueError: It is none.
@@ -254,6 +261,7 @@ class Tokenizer:
             for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
             if token.special
         )
+        self.reasoning_end = self._reasoning_end()
         self._is_byte_level = isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel)
         self._bytes_by_id = {
             skips_special: _BytesById(
@@ -261,6 +269,15 @@ class Tokenizer:
             )
             for skips_special in (True, False)
         }
+
+    def _reasoning_end(self) -> tuple[int, ...]:
+        """Returns the tokens of the first known text that begins with a token of its own."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        for text in REASONING_ENDS:
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+            if ids and ids[0] in added:
+                return tuple(ids)
+        return ()
 
     def encode(self, text: str, *, adds_special: bool = True) -> Int32Array:
         """Returns the tokens of a prompt, with the special ones that the tokenizer adds if asked.

@@ -65,6 +65,8 @@ class Options(TypedDict, total=False):
     regex: str
     grammar: str
     choices: Sequence[str]
+    after_token_ids: Sequence[int]
+    after_reasoning: bool
     # OutputOptions
     text: bool
     logprobs: bool

@@ -139,6 +139,8 @@ def encode_starts(columns: pb.RowStarts, starts: Sequence[RowStart]) -> None:
         columns.grammars.extend(grammars)
         numbers = {grammar: number for number, grammar in enumerate(["", *grammars])}
         columns.grammar_of = _bytes([numbers[r.grammar] for r in requests], np.int32)
+        if any(r.grammar_after for r in requests):
+            columns.num_begin_ids, columns.begin_ids = _ragged([r.grammar_after for r in requests])
     if any(params.has_output_penalty for params in sampling):
         prompts = [r.prompt.tolist() if r.sampling.has_prompt_penalty else [] for r in requests]
         columns.num_prompt_ids, columns.prompt_ids = _ragged(prompts)

@@ -152,6 +152,7 @@ class Request:
         cache_salt: What the names of its blocks begin with (block_pool.py).
         hides_cached: Whether its caller is not told how much the prefix cache had.
         grammar: What its outputs keep to, as executors get it; empty: nothing.
+        grammar_after: Tokens behind which they do; empty: from the first on.
         turn: Its order among those of its caller, set on submission: seconds, and its number. Less is
             bound first, and gives way last.
         expiry: The timer behind `deadline`.
@@ -173,6 +174,7 @@ class Request:
     cache_salt: bytes = b""
     hides_cached: bool = False
     grammar: str = ""
+    grammar_after: tuple[int, ...] = ()
     turn: tuple[float, int] = field(init=False)
     expiry: asyncio.TimerHandle | None = field(default=None, init=False)
     sequences: "list[Sequence]" = field(init=False)

@@ -62,9 +62,10 @@ class Row:
     Attributes:
         grammar: As llguidance reads it.
         built: Its matcher where outputs begin.
-        output: Tokens that it has.
+        output: Tokens that it has; before its grammar begins, as many of the last as matter.
         min_len: Tokens of the sequence below which it ends only if it cannot go on.
         end_ids: Tokens that would end it.
+        begin_ids: Tokens behind which its grammar begins; empty: it has begun.
         matcher: Where its output is; None before it first samples, or if drafts broke it.
         is_renewed: Whether its automata are its own.
     """
@@ -74,13 +75,25 @@ class Row:
     output: list[int]
     min_len: int
     end_ids: Int64Array
+    begin_ids: list[int]
     matcher: LLMatcher | None = None
     is_renewed: bool = False
 
-    def begin(self) -> None:
-        """Takes a matcher along the output, waiting until the grammar is built."""
-        self.matcher = self.built.result(MAX_WAIT_S).deep_copy()  # automata stay shared
-        self.matcher.consume_tokens(self.output)
+    def add(self, tokens: list[int]) -> None:
+        """Notes new tokens of the output."""
+        self.output += tokens
+        if self.begin_ids:
+            behind = _behind(self.begin_ids, self.output)
+            if behind is None:
+                self.output = self.output[len(self.output) - len(self.begin_ids) + 1 :]
+            else:
+                self.output, self.begin_ids = behind, []
+
+    def read(self, output: list[int]) -> LLMatcher:
+        """Returns a matcher behind this output, waiting until the grammar is built."""
+        matcher = self.built.result(MAX_WAIT_S).deep_copy()  # automata stay shared
+        matcher.consume_tokens(output)
+        return matcher
 
 
 class DraftPath:
@@ -108,7 +121,7 @@ class DraftPath:
     def turn(self, node: int) -> bool:
         """Goes back to where the way to the next node turns off. Returns whether it was farther."""
         if self.matcher.is_error():  # an earlier draft led nowhere
-            self._row.begin()
+            self._row.matcher = self._row.read(self._row.output)
             self.nodes = [0]
         way = self._way_to(node)
         num_common = sum(a == b for a, b in zip(self.nodes, way, strict=False))
@@ -138,10 +151,7 @@ class DraftPath:
         return num_back > 0
 
     def _way_to(self, node: int) -> list[int]:
-        way = [node]
-        while way[-1]:
-            way.append(self._parents[way[-1] - 1])
-        return way[::-1]
+        return _way_to(node, self._parents)
 
 
 class Constraints:
@@ -170,6 +180,9 @@ class Constraints:
         self.is_constrained: BoolArray = np.zeros(num_rows, np.bool_)
         self._tokenizer = tokenizer
         self._end_ids = frozenset(tokenizer.eos_tokens)
+        # Of rows whose grammar has not begun. They may not end.
+        free = np.full(-(-tokenizer.vocab_size // 32), -1, np.int32)
+        self._free = _without(free, np.array(tokenizer.eos_tokens, np.int64))
         # Those that are text as well, as a newline may be. They would end an output too early.
         plain = [id_ for id_ in tokenizer.eos_tokens if not tokenizer.is_special_token(id_)]
         self._plain_end_ids = np.array(plain, np.int64)
@@ -241,10 +254,13 @@ class Constraints:
     # ---- on the thread
 
     def _start(self, starts: RowStarts, built: list[tuple[str, Future[LLMatcher]]]) -> None:
-        ends = [starts.num_output_ids.cumsum(), starts.num_suppressed_ids.cumsum()]
-        outputs, end_ids = (
-            np.split(ids, end[:-1])
-            for ids, end in zip((starts.output_ids, starts.suppressed_ids), ends, strict=True)
+        outputs, end_ids, begin_ids = (
+            np.split(ids, lengths.cumsum()[:-1])
+            for ids, lengths in (
+                (starts.output_ids, starts.num_output_ids),
+                (starts.suppressed_ids, starts.num_suppressed_ids),
+                (starts.begin_ids, starts.num_begin_ids),
+            )
         )
         for i, row in enumerate(starts.rows.tolist()):
             self._rows.pop(row, None)
@@ -252,25 +268,31 @@ class Constraints:
             if number := starts.grammar_of[i]:
                 grammar, future = built[number - 1]
                 min_len = int(starts.suppressed_until[i])
-                self._rows[row] = Row(grammar, future, outputs[i].tolist(), min_len, end_ids[i])
+                held = Row(grammar, future, [], min_len, end_ids[i], begin_ids[i].tolist())
+                held.add(outputs[i].tolist())
+                self._rows[row] = held
 
     def _matcher_of(self, row: int) -> LLMatcher | None:
         """Returns a row's matcher, waiting until its grammar is built; None: it keeps to nothing."""
         held = self._rows.get(row)
-        if held is None:
+        if held is None or held.begin_ids:
             return None
+        if held.matcher is None:
+            held.matcher = self._read(row, held.output)
+        if held.matcher is not None and held.matcher.is_error() and not held.is_renewed:
+            # Perhaps not by its own output: a limit of automata counts all that share them.
+            self._built.cache_clear()
+            held.built, held.is_renewed = self._build(held.grammar), True
+            held.matcher = self._read(row, held.output)
+        if held.matcher is not None and held.matcher.is_error():
+            self._fail(row, held.matcher.get_error())
+            return None
+        return held.matcher
+
+    def _read(self, row: int, output: list[int]) -> LLMatcher | None:
+        """Returns a row's matcher behind some output; None: its grammar was not built, and it fails."""
         try:
-            if held.matcher is None:
-                held.begin()
-            assert held.matcher is not None, "it has begun"
-            if held.matcher.is_error() and not held.is_renewed:
-                # Perhaps not by its own output: a limit of automata counts all that share them.
-                self._built.cache_clear()
-                held.built, held.is_renewed = self._build(held.grammar), True
-                held.begin()
-            if not held.matcher.is_error():
-                return held.matcher
-            problem = held.matcher.get_error()
+            return self._rows[row].read(output)
         except TimeoutError:
             problem = f"its grammar was not built within {MAX_WAIT_S:g} s"
         except BaseException as error:  # a panic of llguidance is no Exception
@@ -289,10 +311,13 @@ class Constraints:
 
     def _accept(self, row: int, tokens: list[int]) -> None:
         """Takes a row along its tokens, up to the end of its sequence."""
-        if (matcher := self._matcher_of(row)) is None:
+        matcher = self._matcher_of(row)  # None, too, if its grammar has not begun
+        if (held := self._rows.get(row)) is None:
             return
         num_taken = next((i for i, id_ in enumerate(tokens) if id_ in self._end_ids), len(tokens))
-        self._rows[row].output += tokens[:num_taken]
+        held.add(tokens[:num_taken])
+        if matcher is None:
+            return
         begin = thread_time()
         matcher.consume_tokens(tokens[:num_taken])
         if thread_time() - begin > MAX_ACCEPT_S:  # masks, of many such rows at once, take longer
@@ -330,7 +355,9 @@ class Constraints:
             self._compute(masks, [(matcher, place) for matcher, place in found if matcher])
             failed = [(place, row) for place, row in failed if self._is_broken(row)]
         for (place, row), length in zip(places, lengths, strict=True):
-            if (matcher := self._matcher_of(row)) is None:
+            if self._is_free(row):
+                masks[place] = self._free
+            elif (matcher := self._matcher_of(row)) is None:
                 masks[place] = -1
             elif not self._trim(row, matcher, masks[place], length):
                 self._fail(row, NO_TOKEN)
@@ -349,6 +376,11 @@ class Constraints:
         llguidance keeps a matcher's last mask, and may take it for that of another path to as far. So
         that of the node to which one goes back is filled once more.
         """
+        for (place, row), length, *drafted in zip(
+            places, lengths, tokens.tolist(), parents.tolist(), strict=True
+        ):
+            if self._is_free(row):
+                self._fill_free(masks[place : place + 1 + tokens.shape[1]], row, length, *drafted)
         live = [
             (place, row, DraftPath(self._rows[row], *drafted), length)
             for (place, row), length, *drafted in zip(
@@ -371,6 +403,25 @@ class Constraints:
             path.leave()
             if self._is_broken(row):
                 self._rows[row].matcher, self._rows[row].is_renewed = None, False
+
+    def _fill_free(
+        self, masks: Masks, row: int, length: int, tokens: list[int], parents: list[int]
+    ) -> None:
+        """Fills the masks behind drafts of a row whose grammar has not begun, and may among them."""
+        held = self._rows[row]
+        for node in range(1, len(masks)):
+            way = [tokens[n - 1] for n in _way_to(node, parents)[1:]]
+            behind = _behind(held.begin_ids, held.output + way)
+            if behind is None:
+                masks[node] = self._free
+            elif (matcher := self._read(row, behind)) is None:
+                return
+            elif not matcher.is_error():
+                self._compute(masks, [(matcher, node)])
+                self._trim(row, matcher, masks[node], length + len(way))
+
+    def _is_free(self, row: int) -> bool:
+        return row in self._rows and bool(self._rows[row].begin_ids)
 
     def _is_broken(self, row: int) -> bool:
         held = self._rows.get(row)
@@ -420,6 +471,22 @@ def clear_bits(masks: torch.Tensor, size: int) -> torch.Tensor:
     shifts = torch.arange(8, dtype=torch.uint8, device=masks.device)
     ones = (masks.view(torch.uint8).unsqueeze(2) >> shifts) & 1
     return (ones == 0).flatten(1)[:, :size]
+
+
+def _way_to(node: int, parents: list[int]) -> list[int]:
+    """Returns the nodes up to one of a tree of drafts, from 0 on."""
+    way = [node]
+    while way[-1]:
+        way.append(parents[way[-1] - 1])
+    return way[::-1]
+
+
+def _behind(ids: list[int], output: list[int]) -> list[int] | None:
+    """Returns what stands behind the first such tokens in a row; None: there are none."""
+    for end in range(len(ids), len(output) + 1):
+        if output[end - len(ids) : end] == ids:
+            return output[end:]
+    return None
 
 
 def _without(mask: Masks, ids: Int64Array) -> Masks:

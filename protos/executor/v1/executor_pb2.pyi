@@ -764,6 +764,8 @@ class RowStarts(_message.Message):
     OUTPUT_IDS_FIELD_NUMBER: _builtins.int
     GRAMMARS_FIELD_NUMBER: _builtins.int
     GRAMMAR_OF_FIELD_NUMBER: _builtins.int
+    NUM_BEGIN_IDS_FIELD_NUMBER: _builtins.int
+    BEGIN_IDS_FIELD_NUMBER: _builtins.int
     rows: _builtins.bytes
     """[A] Rows of the block table, no row twice."""
     temperature: _builtins.bytes
@@ -816,6 +818,13 @@ class RowStarts(_message.Message):
     """[sum(num_output_ids)] Tokens sampled before the preemption."""
     grammar_of: _builtins.bytes
     """[A] 1 and up: which of the grammars the row's output keeps to; 0, the default, is none."""
+    num_begin_ids: _builtins.bytes
+    """[A] Lengths of the rows' parts of begin_ids; of rows with a grammar."""
+    begin_ids: _builtins.bytes
+    """[sum(num_begin_ids)] Tokens, one right behind another, behind which the grammar begins the first
+    time that the output has them. Before, the output only cannot end. A row with none has a grammar
+    from its first token.
+    """
     @_builtins.property
     def grammars(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Grammars of these rows, each once, as llguidance reads them; at most 128 KiB each."""
@@ -846,10 +855,12 @@ class RowStarts(_message.Message):
         output_ids: _builtins.bytes = ...,
         grammars: _abc.Iterable[_builtins.str] | None = ...,
         grammar_of: _builtins.bytes = ...,
+        num_begin_ids: _builtins.bytes = ...,
+        begin_ids: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bias_ids", b"bias_ids", "biases", b"biases", "frequency_penalty", b"frequency_penalty", "grammar_of", b"grammar_of", "grammars", b"grammars", "min_p", b"min_p", "num_biases", b"num_biases", "num_output_ids", b"num_output_ids", "num_prompt_ids", b"num_prompt_ids", "num_suppressed_ids", b"num_suppressed_ids", "num_top_logprobs", b"num_top_logprobs", "output_ids", b"output_ids", "presence_penalty", b"presence_penalty", "prompt_ids", b"prompt_ids", "repetition_penalty", b"repetition_penalty", "rows", b"rows", "scores_output", b"scores_output", "seed", b"seed", "suppressed_ids", b"suppressed_ids", "suppressed_until", b"suppressed_until", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_ids", b"begin_ids", "bias_ids", b"bias_ids", "biases", b"biases", "frequency_penalty", b"frequency_penalty", "grammar_of", b"grammar_of", "grammars", b"grammars", "min_p", b"min_p", "num_begin_ids", b"num_begin_ids", "num_biases", b"num_biases", "num_output_ids", b"num_output_ids", "num_prompt_ids", b"num_prompt_ids", "num_suppressed_ids", b"num_suppressed_ids", "num_top_logprobs", b"num_top_logprobs", "output_ids", b"output_ids", "presence_penalty", b"presence_penalty", "prompt_ids", b"prompt_ids", "repetition_penalty", b"repetition_penalty", "rows", b"rows", "scores_output", b"scores_output", "seed", b"seed", "suppressed_ids", b"suppressed_ids", "suppressed_until", b"suppressed_until", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -254,6 +254,8 @@ class Constraint(_message.Message):
     REGEX_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
+    AFTER_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    AFTER_REASONING_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
     """JSON that is valid by this JSON Schema, itself an object as JSON text, with properties in the
     order of the schema. Keywords that cannot be enforced are refused.
@@ -264,6 +266,10 @@ class Constraint(_message.Message):
     """A context-free grammar, in llguidance's Lark syntax with the rule `start`, or in GBNF with
     the rule `root`.
     """
+    after_reasoning: _builtins.bool
+    """The same, the tokens being those with which the model ends its reasoning, as the router's tokenizer
+    has them. Refused where it has none that are known, and with after_token_ids.
+    """
     @_builtins.property
     def json_object(self) -> Global___JsonObject:
         """Any JSON object."""
@@ -271,6 +277,12 @@ class Constraint(_message.Message):
     @_builtins.property
     def choices(self) -> Global___Choices:
         """One of some texts."""
+
+    @_builtins.property
+    def after_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The constraint holds only behind these tokens, the first time that the output has them one right
+        behind another; before, the output only cannot end by itself. At most 16. Empty: from its first token.
+        """
 
     def __init__(
         self,
@@ -280,10 +292,12 @@ class Constraint(_message.Message):
         regex: _builtins.str = ...,
         grammar: _builtins.str = ...,
         choices: Global___Choices | None = ...,
+        after_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        after_reasoning: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_reasoning", b"after_reasoning", "after_token_ids", b"after_token_ids", "choices", b"choices", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "json_object", "regex", "grammar", "choices"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ import pytest
 from protos.serving.v1 import serving_pb2 as pb
 from router.api.constraints import MAX_CONSTRAINT_BYTES, NUM_KEPT, _Kept, build_grammar
 from router.api.messages import read_request
+from router.api.text import Tokenizer
 from router.errors import InvalidRequest
 from router.requests.request import Listeners, Request
 from tests.router.support.calls import prompt
-from tests.router.support.fake_engines import MODEL
+from tests.router.support.fake_engines import MODEL, byte_tokenizer
 
 KINDS = {
     "json_schema": {"json_schema": '{"type": "object"}'},
@@ -25,11 +27,13 @@ KINDS = {
 }
 
 
-async def read(given: dict[str, Any], model: Any = MODEL, **fields: Any) -> Request:
+async def read(
+    given: dict[str, Any], model: Any = MODEL, tokenizer: Tokenizer | None = None, **fields: Any
+) -> Request:
     return await read_request(
         prompt(constraint=pb.Constraint(**given), **fields),
         model=model,
-        tokenizer=None,
+        tokenizer=tokenizer,
         listener=Listeners(max_listeners=1).open(),
     )
 
@@ -120,6 +124,36 @@ async def test_what_cannot_be_enforced_is_refused_with_its_place(
 
     assert caught.value.field == field
     assert problem in str(caught.value)
+
+
+async def test_a_constraint_may_begin_behind_tokens_of_the_request_or_the_models(tmp_path: Path):
+    harmony = byte_tokenizer(tmp_path, special=["<|channel|>", "<|message|>"]).reasoning_end
+    assert (len(harmony), harmony[0], harmony[-1]) == (7, 256, 257)
+    tokenizer = byte_tokenizer(tmp_path, added=["</think>"])
+    for given, expected in (
+        ({}, ()),
+        ({"after_token_ids": [7, 8]}, (7, 8)),
+        ({"after_reasoning": True}, (256,)),
+    ):
+        request = await read(KINDS["regex"] | given, tokenizer=tokenizer)
+        assert request.grammar_after == expected
+
+
+AFTER: list[tuple[dict[str, Any], str, str]] = [
+    ({"after_token_ids": [1] * 17}, "constraint.after_token_ids", "17 are too many"),
+    ({"after_token_ids": [MODEL.vocab_size]}, "constraint.after_token_ids", "none of the model's"),
+    ({"after_reasoning": True}, "constraint.after_reasoning", "send after_token_ids"),
+    ({"after_reasoning": True, "after_token_ids": [1]}, "constraint.after_reasoning", "leave one"),
+]
+
+
+@pytest.mark.parametrize(("given", "field", "problem"), AFTER, ids=lambda x: str(x)[:40])
+async def test_a_beginning_that_cannot_be_is_refused(
+    given: dict[str, Any], field: str, problem: str
+):
+    with pytest.raises(InvalidRequest, match=problem) as caught:
+        await read(KINDS["regex"] | given)
+    assert caught.value.field == field
 
 
 async def test_a_constraint_needs_executors_that_know_it_and_an_end():

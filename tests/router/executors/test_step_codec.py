@@ -242,7 +242,8 @@ def test_only_penalised_rows_send_their_prompt_and_earlier_output() -> None:
 
 
 def test_rows_with_a_grammar_send_it_once_and_their_earlier_output() -> None:
-    first, second, third = (make_sequence(grammar=name) for name in ("a", "b", "a"))
+    first, second = (make_sequence(grammar=name) for name in ("a", "b"))
+    third = make_sequence(grammar="a", grammar_after=(4, 5))
     first.tokens = ints(1, 2, 3, 7, 8)  # preempted after two tokens
     starts = starts_of(first, DEFAULTS, second, third)
     assert list(starts.grammars) == ["a", "b"]
@@ -252,6 +253,8 @@ def test_rows_with_a_grammar_send_it_once_and_their_earlier_output() -> None:
         "grammar_of": [1, 0, 2, 1],
         "num_output_ids": [2, 0, 0, 0],
         "output_ids": [7, 8],
+        "num_begin_ids": [0, 0, 0, 2],
+        "begin_ids": [4, 5],
     }
 
 

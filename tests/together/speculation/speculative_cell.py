@@ -223,6 +223,7 @@ class Ask:
     num_top: int = 2
     n: int = 1
     grammar: str = ""
+    grammar_after: tuple[int, ...] = ()
     delay: int = 0
 
 
@@ -273,6 +274,7 @@ def _submit(router: Router, ask: Ask) -> Request:
         ),
         n=ask.n,
         grammar=ask.grammar,
+        grammar_after=ask.grammar_after,
     )
 
 

@@ -57,10 +57,12 @@ def begin(constraints: Constraints, rows: list[int], seq_len: int = 9, **drafts:
 
 
 def allowed(constraints: Constraints) -> list[str]:
-    """What each mask of a step lets through, as text; $ is the end, and ... everything."""
+    """What each mask of a step lets through, as text; $ is the end, ... everything, free all but $."""
     names = {EOS: "$", **{i: chr(i - 3) for i in range(3, VOCAB_SIZE)}}
     return [
-        "..." if row.all() else "".join(names[i] for i in np.flatnonzero(row).tolist())
+        {0: "...", 1: "free"}.get(
+            VOCAB_SIZE - row.sum(), "".join(names.get(i, "?") for i in np.flatnonzero(row).tolist())
+        )
         for row in ~constraints.is_out().numpy()
     ]
 
@@ -232,6 +234,38 @@ def test_a_mask_behind_one_draft_is_none_behind_another():
     assert gain(constraints, [0], [[1, b, 0, 0, 0]]) == {}
     begin(constraints, [0])
     assert allowed_pairs(constraints) == [["1", "1y"]]
+
+
+AFTER = {"num_begin_ids": [2], "begin_ids": ids("##")}
+
+
+@pytest.mark.parametrize(
+    ("known", "text", "num_free"), [("", "x##12", 3), ("a#", "#12", 1), ("##1", "2", 0)]
+)
+def test_a_grammar_begins_behind_the_first_tokens_that_say_so(
+    bytes_tokenizer: LLTokenizer, known: str, text: str, num_free: int
+):
+    """Also of an output that the row has when it starts. Before, it only cannot end."""
+    constraints = constraints_of(bytes_tokenizer)
+    output = {"num_output_ids": [len(known)], "output_ids": ids(known)}
+    start(constraints, {0: DIGITS}, **output, **AFTER)
+    for number, each in enumerate(text):
+        begin(constraints, [0])
+        assert allowed(constraints)[0][-10:] == ("free" if number < num_free else "0123456789")
+        assert gain(constraints, [0], ids(each)) == {}
+
+
+def test_a_grammar_may_begin_among_drafts(bytes_tokenizer: LLTokenizer):
+    constraints = constraints_of(bytes_tokenizer, max_nodes=6)
+    start(constraints, {0: DIGITS}, num_output_ids=[1], output_ids=ids("#"), **AFTER)
+    #                                   0 ── # ── 1 ── 2     and  0 ── x ── #
+    tree = HostDrafts(np.array([ids("#x1#2")]), np.array([[0, 0, 1, 2, 3]]))
+    begin(constraints, [0], drafts=lambda: tree)
+    digits = "0123456789"
+    assert allowed(constraints) == ["free", digits, "free", digits, "free", f"${digits}"]
+    assert gain(constraints, [0], [[3, *ids("#12"), 0, 0, 0]]) == {}
+    begin(constraints, [0])
+    assert allowed(constraints) == [f"${digits}"]
 
 
 def test_a_row_that_uses_up_automata_fails_by_itself(
