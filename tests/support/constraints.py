@@ -24,10 +24,10 @@ PATTERNS = [
     r"[a-f]{3}-[0-9]{2}",
     r"[^a\n]{1,6}",
     r"x?y*z{2}",
-    r"\.\S\t",
+    r"\.[!-~]\t",
     r"(?i:yes|no)[!?]{0,3}",
     r"([a-z]+,){1,3}[a-z]",
-    r"[^\x00-\x7f]{1,2}|\d\w\s",
+    r"[^\x00-\x7f]{1,2}|[0-9][a-z] ",
 ]
 TEXTS = ["yes", "no", "maybe so", 'with "quotes"', "back\\slash", "two\tparts", "é", "😀"]
 GRAMMARS = {  # and what their texts match
