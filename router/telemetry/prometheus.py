@@ -48,10 +48,26 @@ def _is_paused(group: pb.GroupStatus) -> float | None:
     return float(is_paused) if group.HasField("speculation") else None
 
 
+def _num_blocks(groups: Iterable[pb.GroupStatus]) -> tuple[int, int]:
+    """Returns how many KV blocks live sequences hold, and how many there are."""
+    ranks = [rank for group in groups for rank in group.ranks]
+    num_used = sum(rank.num_used_blocks for rank in ranks)
+    return num_used, num_used + sum(r.num_cached_blocks + r.num_free_blocks for r in ranks)
+
+
 def _kv_usage(group: pb.GroupStatus) -> float | None:
-    num_used = sum(rank.num_used_blocks for rank in group.ranks)
-    num_others = sum(rank.num_cached_blocks + rank.num_free_blocks for rank in group.ranks)
-    return num_used / (num_used + num_others) if num_used + num_others else None
+    num_used, num_blocks = _num_blocks([group])
+    return num_used / num_blocks if num_blocks else None
+
+
+def _total_kv_usage(router: Snapshot) -> float:
+    num_used, num_blocks = _num_blocks(router.groups)
+    return num_used / num_blocks if num_blocks else 1.0
+
+
+def _cache_config(router: Snapshot) -> dict[tuple[str, str], float]:
+    block_size = max((group.block_size for group in router.groups), default=0)
+    return {(str(block_size), str(_num_blocks(router.groups)[1])): 1.0}
 
 
 def _imbalance(group: pb.GroupStatus) -> float | None:
@@ -87,6 +103,19 @@ ROUTER: list[Metric[Snapshot]] = [
     Metric("kv_snapshots_total", "counter", ("reason",), lambda r: r.kv_snapshots,
            "Lists of all cached blocks that gateways were sent: as they subscribed (new), as a group "
            "had formed or was lost (epoch), or in place of events that they were too slow for (slow)."),
+]
+# Under the names that endpoint pickers look for (the model server protocol of the Gateway API's
+# inference extension), which are vLLM's. There is none for LoRA.
+PICKERS: list[Metric[Snapshot]] = [
+    Metric("num_requests_waiting", "gauge", (), lambda r: sum(g.num_waiting for g in r.groups),
+           "Sequences that no rank of this router runs yet, or again."),
+    Metric("num_requests_running", "gauge", (),
+           lambda r: sum(rank.num_running for g in r.groups for rank in g.ranks),
+           "Sequences bound to its ranks."),
+    Metric("kv_cache_usage_perc", "gauge", (), _total_kv_usage,
+           "Share of its KV blocks that live sequences hold, 0 to 1; 1 while it has no group."),
+    Metric("cache_config_info", "gauge", ("block_size", "num_gpu_blocks"), _cache_config,
+           "1; its labels say how many tokens a KV block has, and how many blocks there are."),
 ]
 GROUP_STATUS: list[Metric[pb.GroupStatus]] = [
     Metric("group_ready", "gauge", (), lambda g: float(g.state == pb.GROUP_STATE_READY),
@@ -244,3 +273,4 @@ def families(now: Snapshot) -> Iterator[Family]:
     yield from families_of(GROUP_TOTALS, prefix, group, totals)
     yield from families_of(RANK_STATUS, prefix, rank, ranks)
     yield from families_of(RANK_TOTALS, prefix, rank, counts)
+    yield from families_of(PICKERS, "vllm:", (), [((), now)])

@@ -12,6 +12,15 @@ from router.telemetry import prometheus as router_metrics
 
 
 def router_families() -> list[Family]:
+    return [family for family in _families_of_a_router() if ":" not in family.name]
+
+
+def picker_families() -> list[Family]:
+    """Returns those that repeat others in sum, under the names that endpoint pickers look for."""
+    return [family for family in _families_of_a_router() if ":" in family.name]
+
+
+def _families_of_a_router() -> list[Family]:
     snapshot = router_metrics.Snapshot(
         version="1",
         model_name="m",

@@ -18,12 +18,13 @@ import yaml
 from deploy.local.processes import ROOT
 
 KUBERNETES = ROOT / "deploy" / "kubernetes"
-OVERLAYS = ("cpu-demo", "gpu-node", "gpu-node-tls", "multi-node")
+OVERLAYS = ("cpu-demo", "cpu-demo-pool", "gpu-node", "gpu-node-tls", "multi-node")
 VERSION = "1.37"  # of Kubernetes, whose schemas the manifests must fit
 SCHEMAS = Path(__file__).parent / "schemas"
 CUSTOM_KINDS = {
     "ComputeDomain": "compute_domain.json",
     "GRPCRoute": "grpc_route.json",
+    "InferencePool": "inference_pool.json",
     "LeaderWorkerSet": "leader_worker_set.json",
     "PodMonitor": "pod_monitor.json",
     "ScaledObject": "scaled_object.json",

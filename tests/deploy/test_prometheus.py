@@ -13,7 +13,13 @@ import yaml
 
 from deploy.local.processes import ROOT
 from protos.telemetry.metrics import Family
-from tests.deploy.metrics import EXPOSED, FAMILIES, executor_families, router_families
+from tests.deploy.metrics import (
+    EXPOSED,
+    FAMILIES,
+    executor_families,
+    picker_families,
+    router_families,
+)
 
 PROMETHEUS = ROOT / "deploy/prometheus"
 DASHBOARD = ROOT / "deploy/grafana/lockstep.json"
@@ -110,14 +116,20 @@ def test_every_metric_is_drawn():
 
 
 @pytest.mark.parametrize(
-    ("title", "families"), [("Router", router_families()), ("Executor", executor_families())]
+    ("title", "families"),
+    [
+        ("Router", router_families()),
+        ("Endpoint pickers", picker_families()),
+        ("Executor", executor_families()),
+    ],
 )
 def test_every_metric_is_documented_with_its_labels_and_what_it_tells(
     title: str, families: list[Family]
 ):
     table = document_table(families)
     text = DOCUMENT.read_text()
-    assert f"## {title}\n\n{table}\n" in text, f"in {DOCUMENT} under '## {title}', put:\n\n{table}"
+    [section] = [part for part in text.split("\n## ") if part.startswith(f"{title}\n")]
+    assert f"\n\n{table}\n" in section, f"in {DOCUMENT} under '## {title}', put:\n\n{table}"
 
 
 def test_names_follow_prometheus_own_rules():
