@@ -60,6 +60,7 @@ class Flow:
         num_held: Its slots, which are as many as its bound sequences.
         num_waiting: Its sequences that wait.
         num_tokens: Their tokens.
+        num_urgent: Of these, the tokens of requests whose priority is not below 0.
         heap: These sequences by turn; ended ones stay until they come up.
         entry: Number of its entry in the line; 0 while it has none.
     """
@@ -69,7 +70,7 @@ class Flow:
         self.counts = counts
         self.served = served
         self.weight = 1.0
-        self.num_held = self.num_waiting = self.num_tokens = self.entry = 0
+        self.num_held = self.num_waiting = self.num_tokens = self.num_urgent = self.entry = 0
         self.heap: list[tuple[float, int, int, Sequence]] = []
         self._grants: deque[float] = deque()  # ascending: of slots held, then of those given up
         self._standing = (0, served)
@@ -119,6 +120,11 @@ class Flow:
 NO_FLOW = Flow(0, 0.0, FlowCounts())
 
 
+def num_urgent(sequence: "Sequence") -> int:
+    """Returns a waiting sequence's tokens, if its priority is not below 0."""
+    return len(sequence.tokens) if sequence.request.priority >= 0 else 0
+
+
 class Line:
     """All flows of a group, and the order among their waiting sequences.
 
@@ -132,6 +138,7 @@ class Line:
     def __init__(self, waiting: "Collection[Sequence]") -> None:
         self._waiting = waiting
         self._flows: dict[Caller, Flow] = {}
+        self._only: Flow | None = None  # while there is no second one
         self._counts: dict[str, FlowCounts] = {}
         self._by_number: list[Flow] = []
         self._free: list[int] = []
@@ -157,6 +164,9 @@ class Line:
             number = self._free.pop() if self._free else len(self._by_number)
             flow = self._flows[caller] = Flow(number, self._level, self._counts_of(caller))
             self._by_number[number:] = [flow, *self._by_number[number + 1 :]]
+            if self._only is not None:
+                self._enter(self._only)
+            self._only = flow if len(self._flows) == len(self._by_number) == 1 else None
         return flow
 
     def _counts_of(self, caller: Caller) -> FlowCounts:
@@ -192,8 +202,9 @@ class Line:
             flow.served = max(flow.served, self._level)
         flow.num_waiting += 1
         flow.num_tokens += len(sequence.tokens)
+        flow.num_urgent += num_urgent(sequence)
         heapq.heappush(flow.heap, (*sequence.turn, sequence))
-        if flow.num_waiting == 1 or flow.heap[0][-1] is sequence:
+        if flow is not self._only and (flow.num_waiting == 1 or flow.heap[0][-1] is sequence):
             self._enter(flow)
 
     def leave(self, sequence: "Sequence") -> None:
@@ -201,11 +212,14 @@ class Line:
         flow = sequence.flow
         flow.num_waiting -= 1
         flow.num_tokens -= len(sequence.tokens)
+        flow.num_urgent -= num_urgent(sequence)
         if not flow.num_waiting:
             flow.forget_returned()
 
     def peek(self) -> "Sequence | None":
         """Returns the first of all."""
+        if self._only is not None:
+            return self._first_of(self._only)
         while self._heap:
             key, turn, entry, flow = self._heap[0]
             first = self._first_of(flow)
@@ -225,7 +239,8 @@ class Line:
 
     def pop(self) -> "Sequence":
         """Takes the first, which `peek` has just returned."""
-        return heapq.heappop(self._heap[0][-1].heap)[-1]
+        flow = self._only or self._heap[0][-1]
+        return heapq.heappop(flow.heap)[-1]
 
     def _enter(self, flow: Flow) -> None:
         """Gives a flow its place, which may be before the one that it had."""
@@ -234,6 +249,18 @@ class Line:
             self._num_entries += 1
             flow.entry = self._num_entries
             heapq.heappush(self._heap, (flow.next_key, first.turn, flow.entry, flow))
+
+    def backlog(self, most: float) -> float:
+        """Returns the urgent tokens that wait, counting of each flow no more than its share of so many.
+
+        Where there is one flow, all. What a flood has waiting beyond its share is its own delay, and
+        makes nobody's steps longer.
+        """
+        if self._only is not None:
+            return self._only.num_urgent
+        active = [flow for flow in self._flows.values() if not flow.is_idle]
+        share = most / (sum(flow.weight for flow in active) or 1.0)
+        return sum(min(flow.num_urgent, share * flow.weight) for flow in active)
 
     def place_of(self, sequence: "Sequence") -> tuple[Key, tuple[float, int, int]]:
         """Sorts sequences that are first of their flows."""
@@ -253,14 +280,15 @@ class Line:
     def give_back(self, sequence: "Sequence") -> None:
         """Notes that a bound sequence gave way."""
         sequence.flow.give_back()
-        self._enter(sequence.flow)
+        if sequence.flow is not self._only:
+            self._enter(sequence.flow)
 
     def end(self, sequence: "Sequence") -> None:
         """Notes that a bound sequence has ended."""
         flow = sequence.flow
         key = flow.next_key
         flow.end()
-        if flow.next_key < key:
+        if flow.next_key < key and flow is not self._only:
             self._enter(flow)
 
     def charge_decodes(self, numbers: npt.NDArray[np.int32]) -> None:

@@ -24,7 +24,7 @@ from itertools import chain, count
 from protos.transport.interceptors import Caller
 from router.errors import QueueFull
 from router.requests.callers import DEFAULTS, CallerSettings
-from router.requests.flows import Line
+from router.requests.flows import Line, num_urgent
 from router.requests.request import Request, Sequence, Suspicion
 
 PRIORITY_STEP_S = 10.0
@@ -70,7 +70,6 @@ class WaitingQueue:
         self._waiting: set[Sequence] = set()
         self.line = Line(self._waiting)
         self.num_tokens = 0
-        self.num_urgent_tokens = 0  # of requests whose priority is not below 0
         self._token_s = 0.0
 
     def __len__(self) -> int:
@@ -154,7 +153,6 @@ class WaitingQueue:
         """Queues a sequence by its request's priority. Preempted ones are never refused."""
         self._waiting.add(sequence)
         self.num_tokens += len(sequence.tokens)
-        self.num_urgent_tokens += _num_urgent(sequence)
         self.line.push(sequence)
 
     def peek(self) -> Sequence | None:
@@ -167,6 +165,10 @@ class WaitingQueue:
         self._leave(sequence)
         return sequence
 
+    def backlog(self, most: float) -> float:
+        """Returns the tokens that wait and may make steps longer. See Line."""
+        return self.line.backlog(most)
+
     def discard(self, sequence: Sequence) -> None:
         """Takes a sequence out of the queue, if it is there."""
         if sequence in self._waiting:
@@ -175,12 +177,7 @@ class WaitingQueue:
     def _leave(self, sequence: Sequence) -> None:
         self._waiting.remove(sequence)
         self.num_tokens -= len(sequence.tokens)
-        self.num_urgent_tokens -= _num_urgent(sequence)
         self.line.leave(sequence)
-
-
-def _num_urgent(sequence: Sequence) -> int:
-    return len(sequence.tokens) if sequence.request.priority >= 0 else 0
 
 
 # ---- quarantine
@@ -220,9 +217,9 @@ class Quarantine:
         """Tokens that wait, prompt and output."""
         return self._others.num_tokens + sum(len(s.tokens) for s in self._suspects)
 
-    @property
-    def num_urgent_tokens(self) -> int:
-        return self._others.num_urgent_tokens + sum(map(_num_urgent, self._suspects))
+    def backlog(self, most: float) -> float:
+        """Returns the tokens that wait and may make steps longer. See Line."""
+        return self._others.backlog(most) + sum(map(num_urgent, self._suspects))
 
     @property
     def line(self) -> Line:

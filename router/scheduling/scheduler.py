@@ -59,6 +59,7 @@ from router.scheduling.step_budget import (
     Prompt,
     Turn,
     Why,
+    drained_tokens,
     fill,
     open_budget,
 )
@@ -296,7 +297,10 @@ class Scheduler:
             self._prices,
             num_decodes,
             self.table.kv_tokens(runs).tolist(),
-            num_bound + self._waiting.num_urgent_tokens,
+            num_bound
+            + self._waiting.backlog(
+                drained_tokens(self._settings, self._prices) * self._shape.dp_size
+            ),
             self._shape.max_num_batched_tokens,
         )
 
@@ -417,9 +421,11 @@ class Scheduler:
         counts, now = fill(budget, prompts, floor), self._clock()
         if not any(counts):
             return counts
-        bound = (self.table.bound(prompt.row) for prompt in chain.from_iterable(prompts))
+        bound = [self.table.bound(prompt.row) for prompt in chain.from_iterable(prompts)]
         starts = [sequence.progress.start_time for sequence in bound]
         oldest = min(start for start in starts if start is not None)
+        if self._line.are_many:  # a flood's many are no reason to hold another's prompt
+            num_stuck = min(num_stuck, *(sequence.flow.num_waiting for sequence in bound))
         why = self._hold.decide(budget, prompts, counts, now, oldest=oldest, num_stuck=num_stuck)
         self._measures.decisions[why] += 1
         if why is Why.HELD:

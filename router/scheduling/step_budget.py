@@ -65,6 +65,11 @@ class Prices(NamedTuple):
         """Of a token on every rank."""
         return self.row + self.mean
 
+    @property
+    def unit(self) -> float:
+        """The same of a prompt, with what its attention usually costs."""
+        return self.token + USUAL_CONTEXT * self.pair
+
 
 Turn = tuple[float, float, int, int]
 
@@ -108,12 +113,17 @@ class Budget(NamedTuple):
 Prompts = SequenceOf[SequenceOf[Prompt]]
 
 
+def drained_tokens(settings: BudgetSettings, prices: Prices) -> float:
+    """Returns the prompt tokens that each rank could run in the target of the first token."""
+    return settings.target_first_token_ms / 1e3 / prices.unit
+
+
 def open_budget(
     settings: BudgetSettings,
     prices: Prices,
     num_decodes: SequenceOf[int],
     kv_tokens: SequenceOf[int],
-    num_backlog: int,
+    num_backlog: float,
     max_tokens: int,
 ) -> Budget:
     """Returns what a step may take.
@@ -133,16 +143,15 @@ def open_budget(
         prices.row * num + prices.kv * kv for num, kv in zip(num_decodes, kv_tokens, strict=True)
     ]
     base = prices.base + prices.prompts + max(own) + prices.mean * total / num_ranks
-    unit = prices.token + USUAL_CONTEXT * prices.pair
     target_s = settings.target_token_gap_ms / 1e3
     seconds = max(IDLE_S, target_s, 2 * base)  # half of it, at least, is the prompts'
     if total:
         max_s = max(target_s, settings.max_token_gap_ms / 1e3 or 4 * target_s)
         backlog = num_backlog / num_ranks
-        spare_s = settings.target_first_token_ms / 1e3 - backlog * unit
+        spare_s = settings.target_first_token_ms / 1e3 - backlog * prices.unit
         need = backlog * base / spare_s if spare_s > 0 else math.inf
-        seconds = min(max(target_s, base + unit * need), max_s)
-    chunk = int(max((seconds - base) / unit, settings.min_chunk_tokens))
+        seconds = min(max(target_s, base + prices.unit * need), max_s)
+    chunk = int(max((seconds - base) / prices.unit, settings.min_chunk_tokens))
     num_free = [max_tokens - num for num in num_decodes]
     return Budget(prices, own, num_free, total, base, seconds, min(chunk, max_tokens))
 

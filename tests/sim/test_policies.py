@@ -2,11 +2,12 @@
 
 import pytest
 
+from tests.bench.policies.flows import first_tokens, jain, serve_together, served, stream
 from tests.bench.policies.front import draw, front_of, leads
-from tests.bench.policies.lockstep import lockstep
+from tests.bench.policies.lockstep import Lockstep, lockstep
 from tests.bench.policies.peers import sweep
-from tests.bench.policies.traces import OWN, jobs_at, read_trace
-from tests.bench.policies.world import COSTS, Sizes, serve
+from tests.bench.policies.traces import OWN, Arrival, jobs_at, read_trace
+from tests.bench.policies.world import COSTS, Job, Sizes, serve
 
 SETTINGS = {
     name: build
@@ -56,3 +57,40 @@ def test_a_gap_whose_bound_is_the_target_is_kept(trace: str) -> None:
     assert policy.measures.costs.plain.error < 0.08
     assert figures["gap p99.9"] < 65
     assert figures["gap p50"] < 50
+
+
+def known_policy(sizes: Sizes) -> Lockstep:
+    """The real scheduler, which has learnt what steps take and has nothing to do."""
+    policy = lockstep()(sizes)
+    serve(policy, jobs_at([Arrival(n / 30, 1500, 20) for n in range(150)], 30.0), COSTS["30b"])
+    assert policy.measures.costs.plain.is_known
+    return policy
+
+
+def stream_of(rate: float, seconds: float, sizes: tuple[int, int], flow: str = "") -> list[Job]:
+    return stream([Arrival(0.0, *sizes), Arrival(1 / rate, *sizes)], rate, seconds, flow=flow)
+
+
+def test_short_prompts_pass_long_ones_which_begin_all_the_same() -> None:
+    short, long = stream_of(40, 5, (700, 40)), stream_of(3, 5, (30_000, 40))
+    serve_together(known_policy(Sizes()), COSTS["30b"], short, long)
+    assert first_tokens(short)[0] < 500
+    assert first_tokens(long)[1] < 8000
+
+
+@pytest.mark.parametrize("is_told_apart", [True, False])
+def test_a_flood_delays_its_own_flow_only(is_told_apart: bool) -> None:
+    """It asks for half as much again as there is, and another for 3 %."""
+    flows = ("flood", "small") if is_told_apart else ("", "")
+    flood, small = stream_of(75, 7, (1500, 60), flows[0]), stream_of(3, 7, (700, 30), flows[1])
+    serve_together(known_policy(Sizes(num_ranks=2, num_rows=128)), COSTS["30b"], flood, small)
+    p50, p99 = first_tokens(small)
+    assert (p50 <= 140) == (p99 <= 400) == is_told_apart
+
+
+def test_flows_that_always_have_something_waiting_get_equal_shares() -> None:
+    """One of them asks for six times what each other does."""
+    policy = known_policy(Sizes(num_ranks=2, num_rows=32))
+    flows = [stream_of(rate, 8, (1000, 40), f"{rate}") for rate in (120, 20.0, 20.1, 20.2)]
+    serve_together(policy, COSTS["30b"], *flows, until=8.0)
+    assert jain(served(policy)[-4:]) >= 0.99

@@ -29,7 +29,7 @@ class Lockstep:
         self._settings = settings
         listeners = Listeners(max_listeners=1)
         self._listener = listeners.open()
-        self._waiting = WaitingQueue(max_sequences=UNBOUNDED, max_tokens=UNBOUNDED)
+        self.waiting = WaitingQueue(max_sequences=UNBOUNDED, max_tokens=UNBOUNDED)
         self.measures = GroupMeasures()
         self.measures.inter_token_s = self.gaps  # type: ignore[assignment]
         self._jobs: dict[int, Job] = {}
@@ -43,7 +43,7 @@ class Lockstep:
                 max_num_logits=2 * sizes.num_rows,
                 max_model_len=sizes.max_len,
             ),
-            self._waiting,
+            self.waiting,
             listeners,
             settings,
             clock=lambda: self.now,
@@ -69,7 +69,7 @@ class Lockstep:
             caller=(job.flow,) if job.flow else (),
             **fields,
         )
-        self._waiting.submit(request)
+        self.waiting.submit(request)
 
     def plan(self, now: float) -> Work | None:
         self.now = now

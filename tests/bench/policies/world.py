@@ -6,6 +6,7 @@ step ends, while the one after it runs. Arrivals up to then are known to it. A j
 known to the world only.
 """
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -210,8 +211,10 @@ class Outcome:
         }
 
 
-def serve(policy: Policy, jobs: Sequence[Job], cost: Cost, *, seed: int = 0) -> Outcome:
-    """Serves all jobs, in order of arrival, to their ends."""
+def serve(
+    policy: Policy, jobs: Sequence[Job], cost: Cost, *, seed: int = 0, until: float = math.inf
+) -> Outcome:
+    """Serves all jobs, in order of arrival, to their ends; or until some time."""
     rng = np.random.default_rng(seed)
     coming, in_flight = deque(jobs), deque[Work]()
     shares: list[float] = []
@@ -242,4 +245,6 @@ def serve(policy: Policy, jobs: Sequence[Job], cost: Cost, *, seed: int = 0) -> 
         elif coming:
             now = coming[0].arrival
         else:
+            until = now
+        if now >= until:
             return Outcome(jobs, policy.gaps, policy.num_preemptions, now, num_steps, shares)
