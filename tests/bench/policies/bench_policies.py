@@ -1,7 +1,7 @@
 """Scheduling policies beside each other in virtual time: the real scheduler, and models of its peers.
 
     python -m tests.bench.policies.bench_policies [--trace FILE] [--loads 0.6] [--ranks 8] [--cost 30b]
-                                                  [--front] [--requests 1500] [--svg FILE]
+                                                  [--front] [--flows] [--requests 1500] [--svg FILE]
 
 Requests come as a trace says, faster or slower: load 1 is the rate at which policies with chunks of
 8,192 tokens end requests when all of them wait at once. A step takes what a formula says of its tokens,
@@ -13,12 +13,16 @@ A line for each policy: milliseconds to the first token and between two tokens, 
 seconds to the end, tokens a second, the mean rank's tokens over the fullest's in steps with prompts,
 share of prompts found in caches, preemptions. With `--front`, all settings of the peers: for each that no other
 peer's setting beats in p99 of first token and gap, its first token over the best of ours whose gap is no larger.
+With `--flows`, milliseconds to the first token of short prompts beside long ones and of a flow beside a
+flood, with the requests told apart and as one caller's, and how evenly four flows are served (`flows.py`).
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+from tests.bench.policies.flows import print_flood, print_long_beside_short, print_shares
 from tests.bench.policies.front import Point, draw, leads
 from tests.bench.policies.lockstep import lockstep
 from tests.bench.policies.peers import DEFAULT, sweep
@@ -31,7 +35,15 @@ Builds = Mapping[str, Callable[[Sizes], Policy]]
 LARGE_CHUNKS = ("vLLM 8192", "SGLang 8192, tokens", "TensorRT-LLM 8192, balanced")
 LOCKSTEP: Builds = {"Lockstep": lockstep()}
 LOCKSTEP_SWEEP: Builds = {
-    f"Lockstep {chunk}": lockstep(min_chunk_tokens=chunk) for chunk in (128, 512, 2048)
+    f"Lockstep {target:g} to {factor * target:g} ms, weight {weight:g}": lockstep(
+        target_token_gap_ms=float(target),
+        max_token_gap_ms=float(factor * target),
+        first_token_weight=weight,
+    )
+    for target in (15, 18, 21, 23, 25, 28, 31, 35, 40, 50, 60, 75, 100, 150, 200)
+    for factor in (1, 4)
+    for weight in (10.0, 1e9)
+    if factor * target <= 400
 }
 COLUMNS = {
     "first p50": ".0f",
@@ -100,15 +112,34 @@ def compare(arrivals: list[Arrival], rate: float, sizes: Sizes, cost: Cost) -> d
     return points
 
 
+def neighbours(arrivals: list[Arrival], full: float, sizes: Sizes, cost: Cost) -> None:
+    """Prints what one kind of request, or one flow, does to another."""
+    peers = {name: DEFAULT[name](sizes) for name in LARGE_CHUNKS}
+    own = {
+        f"Lockstep, order weight {w:g}": lockstep(prompt_order_weight=w)(sizes) for w in (0, 2, 8)
+    }
+    print_long_beside_short({**peers, **own}, arrivals, full, cost)
+    for rows in (sizes.num_rows, 64):
+        few = replace(sizes, num_rows=rows)
+        print(f"  {rows} rows a rank")
+        names = ("Lockstep, two flows", "Lockstep, one flow", "Lockstep, alone")
+        print_flood({name: lockstep()(few) for name in names}, arrivals, full, cost)
+    print_shares(lockstep()(sizes), arrivals, full, cost)
+
+
 def main() -> None:
     sizes = {"ranks": 8, "requests": 1500, "cost": "30b", "loads": (0.6,)}
-    options = parse_options(__doc__, front=False, trace=Path, svg=Path, **sizes)
+    options = parse_options(__doc__, front=False, flows=False, trace=Path, svg=Path, **sizes)
     group, cost = Sizes(num_ranks=options.ranks), COSTS[options.cost]
     traces = OWN if options.trace is None else {options.trace.stem: options.trace}
     panels: dict[str, dict[str, Point]] = {}
     for trace, path in traces.items():
         arrivals = read_trace(path, options.requests)
         full = capacity(arrivals, group, cost)
+        if options.flows:
+            print(f"{trace}, {options.ranks} ranks", flush=True)
+            neighbours(arrivals, full, group, cost)
+            continue
         for load in options.loads:
             title = f"{trace}, load {load:g} ({full * load:.1f} requests/s), {options.ranks} ranks"
             print(title, flush=True)
