@@ -15,7 +15,7 @@ import grpc
 import jsonschema
 import pytest
 import pytest_asyncio
-from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
+from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from deploy.local.demo import idle_group
 from deploy.local.demo_tasks import Problem, problems, rev, solved_lines, token_ids
@@ -25,6 +25,8 @@ from deploy.local.processes import Process
 from router.client import Client
 from tests.e2e.support.logs import scraped
 from tests.e2e.support.stacks import is_paused_at_work, resume
+from tests.router.support.block_table import BlockTable
+from tests.support.scraping import scrape
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("smg") is None,
@@ -37,10 +39,15 @@ NUM_READ = 4  # lines of a stream, before its reader goes away
 
 
 class Gateway:
-    """A running smg, called as its users call it."""
+    """A running smg, called as its users call it.
 
-    def __init__(self, port: int) -> None:
+    Attributes:
+        metrics_address: Where it tells its own numbers.
+    """
+
+    def __init__(self, port: int, metrics_address: str) -> None:
         self.port = port
+        self.metrics_address = metrics_address
 
     async def ask(self, path: str, **fields: Any) -> dict[str, Any]:
         """Returns the answer to a request that wants no stream."""
@@ -98,14 +105,14 @@ async def started(address: str, log_path: Path, *args: str) -> AsyncIterator[Gat
     with held_port() as port, held_port() as prometheus_port:
         command = [
             *("-m", "smg", "launch", "--host", "127.0.0.1", "--port", str(port)),
-            *("--worker-urls", f"grpc://{address}", "--policy", "round_robin"),
+            *("--worker-urls", f"grpc://{address}", "--policy", "cache_aware"),
             *("--history-backend", "none", "--health-check-interval-secs", "5"),
             *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(prometheus_port)),
             *("--log-level", "warn", *args),
         ]
         process = Process("smg", command, log_path=log_path, env={})
         try:
-            gateway = Gateway(port)
+            gateway = Gateway(port, f"127.0.0.1:{prometheus_port}")
             async with asyncio.timeout(120):
                 while not await _answers(gateway):
                     assert not process.has_ended, process.log_tail
@@ -323,6 +330,41 @@ async def test_the_loads_are_those_of_the_executors(stack: LocalStack, client: C
         assert load.max_total_num_tokens == num_blocks * 16
         assert load.max_running_requests == 64
         assert load.token_usage == 0.0
+
+
+async def test_smg_knows_each_block_that_is_cached_and_can_flush_all(
+    stack: LocalStack, gateway: Gateway
+):
+    await gateway.ask(COMPLETIONS, prompt=solved_lines(31, 200), max_tokens=2)
+    table = BlockTable()
+    async with grpc.aio.insecure_channel(stack.address) as channel:
+        call = vllm_engine_pb2_grpc.VllmEngineStub(channel).SubscribeKvEvents(
+            common_pb2.SubscribeKvEventsRequest()
+        )
+        async with asyncio.timeout(120):
+            while table.num_chunks_left is None or table.num_chunks_left:
+                table.apply(await call.read())
+            cached = {name for blocks in table.ranks.values() for name in blocks}
+            assert len(cached) >= 200 // 16
+            while await num_indexed(gateway) != len(cached):
+                await asyncio.sleep(0.05)
+            await asyncio.to_thread(flush, gateway)
+            while any(table.ranks.values()):
+                table.apply(await call.read())
+            while await num_indexed(gateway):
+                await asyncio.sleep(0.05)
+        call.cancel()
+
+
+async def num_indexed(gateway: Gateway) -> float:
+    samples = await scrape(gateway.metrics_address)
+    return sum(samples["smg_kv_index_blocks"].values())
+
+
+def flush(gateway: Gateway) -> None:
+    with closing(gateway.connect("/flush_cache", {})) as connection:
+        response = connection.getresponse()
+        assert response.status == 200, response.read()
 
 
 SUM = {

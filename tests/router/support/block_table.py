@@ -14,14 +14,13 @@ class BlockTable:
 
     Attributes:
         ranks: Of each rank, a block's number to that of the one before it, if any, and its tokens.
-        num_snapshots: Snapshots begun.
+        num_chunks_left: Of the snapshot; None before the first chunk.
     """
 
     def __init__(self) -> None:
         self.ranks: dict[int, dict[int, tuple[int | None, tuple[int, ...]]]] = {}
-        self.num_snapshots = 0
+        self.num_chunks_left: int | None = None
         self._cursors: dict[int, int] = {}
-        self._num_chunks_left = 0
 
     def apply(self, batch: Any) -> None:
         """Takes a batch, whose number and events must fit what came before."""
@@ -29,13 +28,13 @@ class BlockTable:
         if batch.HasField("snapshot"):
             if batch.snapshot.index == 0:
                 assert batch.events[0].WhichOneof("data") == "cleared"
-                self.num_snapshots += 1
-                self._num_chunks_left = batch.snapshot.count
+                self.num_chunks_left = batch.snapshot.count
                 self._cursors.clear()
-            self._num_chunks_left -= 1
-            assert batch.snapshot.index == batch.snapshot.count - self._num_chunks_left - 1
+            assert self.num_chunks_left is not None
+            self.num_chunks_left -= 1
+            assert batch.snapshot.index == batch.snapshot.count - self.num_chunks_left - 1
         else:
-            assert not self._num_chunks_left
+            assert self.num_chunks_left == 0
         assert number == self._cursors.get(rank, number - 1) + 1
         self._cursors[rank] = number
         for event in batch.events:
