@@ -19,6 +19,7 @@ import structlog
 
 from protos import __version__
 from protos.serving.v1 import serving_pb2_grpc
+from protos.telemetry.scrapes import NO_PAGES
 from protos.transport.admission import Refusals
 from protos.transport.health import SERVICE_NAME
 from protos.transport.interceptors import RequestReader
@@ -36,6 +37,7 @@ from router.requests.request import Listeners
 from router.requests.waiting_queue import WaitingQueue
 from router.telemetry.prometheus import collector
 from router.telemetry.request_log import RequestLog
+from router.telemetry.status_page import status_pages
 
 log = structlog.stdlib.get_logger(__name__)
 
@@ -68,8 +70,11 @@ async def run(config: RouterConfig) -> None:
     health = Health()
     servicer = GenerationServicer(engines, tokenizer, __version__, config)
     refusals = Refusals(engines.measures.add_refusal)
+    pages = NO_PAGES
+    if config.status_page == "on":
+        pages = status_pages(engines, __version__, tells_operators=config.tells_scrapes)
     metrics_port = config.serve_metrics(
-        collector(engines, __version__), engines.measures.add_refusal
+        collector(engines, __version__), engines.measures.add_refusal, pages
     )
     if metrics_port is not None:
         cleanup.push_async_callback(asyncio.to_thread, metrics_port.close)

@@ -36,6 +36,10 @@ class RouterConfig(EngineSettings, GroupSettings, CallerSettings, ExecutorSecuri
     vllm_engine: str = setting("off", ON_OFF)
     """Whether to serve vllm.grpc.engine.VllmEngine too, for gateways such as smg; needs the package
     smg-grpc-proto."""
+    status_page: str = setting("on", ON_OFF)
+    """Whether the port for metrics serves a page for browsers too: groups, ranks, load and last
+    events, no prompts. It has what concerns operators where callers are not told apart or scrapes
+    need a token."""
     max_waiting_sequences: int = setting(4096, at_least(1))
     """Sequences that may wait in each group; more are refused."""
     max_waiting_tokens: int = setting(4_000_000, at_least(1))
@@ -86,6 +90,11 @@ class RouterConfig(EngineSettings, GroupSettings, CallerSettings, ExecutorSecuri
                 f"chat_template={self.chat_template}: without a tokenizer it makes no prompts; give the "
                 f"model's with --tokenizer"
             )
+
+    @property
+    def tells_scrapes(self) -> bool:
+        """Whether who reaches the port for metrics is told what concerns operators only."""
+        return not self.identifies_callers or self.metrics_tokens is not None
 
     @property
     def tokenizer_file(self) -> Path | None:

@@ -123,7 +123,7 @@ def _group(group: pb.GroupStatus) -> Iterator[RenderableType]:
     history, facts = group.history, [f"epoch {group.epoch}", f"step {group.step:,}"]
     if history.steps_per_s:
         facts.append(f"{history.steps_per_s[-1]:,} steps/s")
-        facts.append(f"{history.total_tokens_per_s[-1]:,} tokens/s")
+        facts.append(f"{history.total_tokens_per_s[-1]:,} tokens/s with prompts")
     if group.HasField("last_step_age"):
         facts.append(f"last step {_duration(group.last_step_age)} ago")
     state = pb.GroupState.Name(group.state).removeprefix("GROUP_STATE_")

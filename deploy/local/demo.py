@@ -27,7 +27,7 @@ from deploy.local.demo_tasks import (
     text_of,
     token_ids,
 )
-from deploy.local.launch import DEMO_MODEL, LocalStack, num_cores
+from deploy.local.launch import DEMO_MODEL, LocalStack, metrics_args, num_cores
 from deploy.local.processes import ProcessEnded, cancel_at_signals
 from router.client import CallFailed, Client, Finish, GroupStatus, Many, Options, Prompt
 
@@ -255,10 +255,12 @@ async def run_requests(args: argparse.Namespace) -> bool:
         dp_size=args.dp_size,
         attn_tp_size=args.attn_tp_size,
         executor_args=(*EXECUTOR_ARGS, *flags.executor_args(args)),
+        router_args=metrics_args(),
         log_dir=args.log_dir,
     )
     async with stack:
-        print(f"ready after {time.perf_counter() - start_time:.1f} s on {num_cores()} cores\n")
+        print(f"ready after {time.perf_counter() - start_time:.1f} s on {num_cores()} cores")
+        print(f"While it runs, {await stack.status_page()} shows what it is doing.\n")
         async with stack.client() as client:
             start_time = time.perf_counter()
             answers = await ask_all(client, requests)

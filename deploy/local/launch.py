@@ -30,6 +30,7 @@ from router.client.client import channel_opener
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo_model"
 ANY_PORT = "127.0.0.1:0"
+METRICS_LISTEN = "LOCKSTEP_ROUTER_METRICS_LISTEN"
 STOP_TIMEOUT_S = 30.0  # for each process, before it is killed
 
 
@@ -99,6 +100,10 @@ class LocalStack:
     def client(self) -> Client:
         """Returns a client of the router, to be opened by `async with`."""
         return Client(self.address, self.tls, token=self.token)
+
+    async def status_page(self) -> str:
+        """Returns where a browser finds the router's status page, if it has a port for metrics."""
+        return f"http://{(await self.router.event('metrics_listening'))['address']}/"
 
     @property
     def num_executors(self) -> int:
@@ -297,6 +302,11 @@ async def _first_of(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def metrics_args() -> tuple[str, ...]:
+    """Returns the router's flags for a port for metrics, unless the environment names one."""
+    return () if METRICS_LISTEN in os.environ else ("--metrics-listen", ANY_PORT)
 
 
 def _thread_settings(num_executors: int) -> dict[str, str]:

@@ -9,11 +9,14 @@ import sys
 from functools import partial
 
 from deploy.local import flags
-from deploy.local.launch import LocalStack
+from deploy.local.launch import LocalStack, metrics_args
 from deploy.local.processes import ProcessEnded, cancel_at_signals
 
 HOW_TO_CALL = """\
 Lockstep serves {model} at {address} on {executors}. Logs: {log_dir}
+
+What it is doing, in a browser: {status_page}
+and in a terminal: python -m router.top {address}
 
 With grpcurl:
 
@@ -47,6 +50,7 @@ async def serve(args: argparse.Namespace) -> None:
         dp_size=args.dp_size,
         attn_tp_size=args.attn_tp_size,
         executor_args=flags.executor_args(args),
+        router_args=metrics_args(),
         listen=args.listen,
         log_dir=args.log_dir,
     )
@@ -57,6 +61,7 @@ async def serve(args: argparse.Namespace) -> None:
                 address=stack.address,
                 executors=flags.describe(args),
                 log_dir=stack.log_dir,
+                status_page=await stack.status_page(),
             ),
             flush=True,
         )

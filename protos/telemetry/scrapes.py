@@ -1,4 +1,4 @@
-"""Port for Prometheus: a page of all metrics, made at most four times a second.
+"""Port for Prometheus: a page of all metrics, and others beside it, each made at most four times a second.
 
 In threads, so that a long computation elsewhere delays no scrape; but few of them, however many
 connections there are and whatever these send.
@@ -6,8 +6,9 @@ connections there are and whatever these send.
 
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
 from threading import BoundedSemaphore, Lock, Thread
@@ -24,6 +25,21 @@ MAX_SCRAPES = 16
 SCRAPE_EVICTED = "SCRAPE_EVICTED"  # reason of a connection that was closed for a new one
 PAGE_AGE_S = 0.25
 SOCKET_TIMEOUT_S = 5.0  # without a byte
+# Of every page, for browsers: it takes nothing from elsewhere, and nobody else takes it.
+SECURITY_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'"
+    ),
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+NO_PAGES: Mapping[str, "Page"] = {}
 
 
 class MetricsPort:
@@ -49,6 +65,7 @@ def serve_metrics(
     listen: str,
     collect: Callable[[], Iterable[Family]],
     *,
+    pages: Mapping[str, "Page"] = NO_PAGES,
     tokens: AcceptedTokens | None = None,
     max_scrapes: int = MAX_SCRAPES,
     on_refused: Callable[[str], None] = lambda reason: None,
@@ -58,6 +75,7 @@ def serve_metrics(
     Args:
         listen: host:port; port 0 takes a free one.
         collect: Returns everything there is, on a thread of the port.
+        pages: Others, by path.
         tokens: Of which a scrape needs one; None: anybody may scrape.
         max_scrapes: Connections open at once; a new one ends the oldest.
         on_refused: Called with SCRAPE_EVICTED for each that is ended so, and with UNAUTHENTICATED
@@ -71,7 +89,8 @@ def serve_metrics(
         [(family, _, _, _, address), *_] = socket.getaddrinfo(
             host.strip("[]"), int(number), type=socket.SOCK_STREAM
         )
-        server = _Server(family, address, _Page(collect), tokens, max_scrapes, on_refused)
+        pages = {"/metrics": _metrics_page(collect), **pages}
+        server = _Server(family, address, pages, tokens, max_scrapes, on_refused)
     except OSError as error:
         raise OSError(
             f"metrics_listen={listen}: the address cannot be bound: {error}; free it, or choose "
@@ -81,28 +100,39 @@ def serve_metrics(
     return MetricsPort(server)
 
 
-class _Page:
-    """Text of all metrics, as it was a moment ago."""
+class Page:
+    """Page of the port, as it was a moment ago.
 
-    def __init__(self, collect: Callable[[], Iterable[Family]]) -> None:
-        self._registry = new_registry(collect)
+    Args:
+        content_type: Its Content-Type.
+        make: Makes its text, on a thread of the port.
+    """
+
+    def __init__(self, content_type: str, make: Callable[[], bytes]) -> None:
+        self.content_type = content_type
+        self._make = make
         self._lock = Lock()
         self._text: bytes | None = None
         self._end_time = 0.0  # when the text is too old
 
     def text(self) -> bytes | None:
-        """Returns it, or None if it could not be made."""
-        from prometheus_client import generate_latest
-
+        """Returns its text, or None if that could not be made."""
         with self._lock:
             if time.monotonic() >= self._end_time:
                 try:
-                    self._text = generate_latest(self._registry)
+                    self._text = self._make()
                 except Exception as error:  # of whatever is collected
                     log.warning("metrics_not_collected", problem=repr(error))
                     self._text = None
                 self._end_time = time.monotonic() + PAGE_AGE_S
             return self._text
+
+
+def _metrics_page(collect: Callable[[], Iterable[Family]]) -> Page:
+    from prometheus_client import generate_latest
+
+    content_type = "text/plain; version=0.0.4; charset=utf-8"
+    return Page(content_type, partial(generate_latest, new_registry(collect)))
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -113,16 +143,23 @@ class _Handler(BaseHTTPRequestHandler):
         if not self.server.takes(self.headers.get(AUTHORIZATION, "")):
             self.send_response(401)
             self.send_header("WWW-Authenticate", SCHEME.strip())
+            self.send_header("WWW-Authenticate", 'Basic realm="any name, and a token"')
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
-        text = self.server.page.text()
+        page = self.server.pages.get(self.path.partition("?")[0])
+        if page is None:
+            self.send_error(404, f"only {', '.join(self.server.pages)}")
+            return
+        text = page.text()
         if text is None:
-            self.send_error(500, "the metrics cannot be collected now")
+            self.send_error(500, "the numbers cannot be collected now")
             return
         self.send_response(200)
-        self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+        self.send_header("Content-Type", page.content_type)
         self.send_header("Content-Length", str(len(text)))
+        for name, value in SECURITY_HEADERS.items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(text)
 
@@ -143,13 +180,13 @@ class _Server(ThreadingTCPServer):
         self,
         family: int,
         address: Any,
-        page: _Page,
+        pages: Mapping[str, Page],
         tokens: AcceptedTokens | None,
         max_scrapes: int,
         on_refused: Callable[[str], None],
     ) -> None:
         self.address_family = family
-        self.page = page
+        self.pages = pages
         self._tokens = tokens
         self._on_refused = on_refused
         self._free = BoundedSemaphore(max_scrapes)
@@ -159,7 +196,10 @@ class _Server(ThreadingTCPServer):
 
     def takes(self, authorization: str) -> bool:
         """Returns whether a scrape brings a token, if it needs one; counts those that do not."""
-        if self._tokens is None or self._tokens.name_of_bearer(authorization) is not None:
+        tokens = self._tokens
+        if tokens is None or tokens.name_of_bearer(authorization) is not None:
+            return True
+        if tokens.name_of_password(authorization) is not None:
             return True
         with self._lock:
             self._on_refused(UNAUTHENTICATED)

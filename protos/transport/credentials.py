@@ -19,6 +19,7 @@ import secrets
 import ssl
 import threading
 import time
+from base64 import b64decode
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -360,6 +361,16 @@ class AcceptedTokens:
         """Returns the name of the token in "Bearer TOKEN"; None if there is none that is taken."""
         is_bearer = value[: len(SCHEME)].lower() == SCHEME.lower()
         return self.name_of(value[len(SCHEME) :]) if is_bearer else None
+
+    def name_of_password(self, value: str) -> str | None:
+        """Returns the same for "Basic ..." as browsers send it, with any user and the token."""
+        scheme, _, encoded = value.partition(" ")
+        if scheme.lower() != "basic":
+            return None
+        try:
+            return self.name_of(b64decode(encoded, validate=True).decode().partition(":")[2])
+        except ValueError:  # neither base64 nor text
+            return None
 
 
 def token_sender(path: Path) -> Callable[[], str]:

@@ -3,7 +3,7 @@
 Router and executor have the same settings under the same names. Without any, a port is for loopback.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ import structlog
 
 from protos.settings import ADDRESS, check_settings, one_of, setting
 from protos.telemetry.metrics import Family
-from protos.telemetry.scrapes import MetricsPort, serve_metrics
+from protos.telemetry.scrapes import NO_PAGES, MetricsPort, Page, serve_metrics
 from protos.transport.addresses import is_loopback, try_to_bind
 from protos.transport.credentials import AcceptedTokens, TlsFiles, read_tokens, server_credentials
 from protos.transport.limits import PortLimits
@@ -184,13 +184,17 @@ class ServiceConfig(PortLimits):
         return server
 
     def serve_metrics(
-        self, collect: Callable[[], Iterable[Family]], on_refused: "OnRefused"
+        self,
+        collect: Callable[[], Iterable[Family]],
+        on_refused: "OnRefused",
+        pages: Mapping[str, Page] = NO_PAGES,
     ) -> MetricsPort | None:
         """Opens the port for metrics, if there is to be one; it ends with the process.
 
         Args:
             collect: Returns all metrics, on a thread of the port.
             on_refused: Called with the reason of each scrape that is refused, on such a thread.
+            pages: Others of the port, by path.
 
         Raises:
             OSError: The address cannot be bound, or the file of tokens cannot be read.
@@ -202,6 +206,7 @@ class ServiceConfig(PortLimits):
         return serve_metrics(
             self.metrics_listen,
             collect,
+            pages=pages,
             tokens=None if path is None else AcceptedTokens(path, "metrics_tokens"),
             max_scrapes=self.max_scrapes,
             on_refused=on_refused,

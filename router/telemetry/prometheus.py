@@ -7,12 +7,15 @@ step's time, and writes them down itself. deploy/prometheus/METRICS.md lists the
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from protos.serving.v1 import serving_pb2 as pb
 from protos.telemetry.metrics import Family, Histogram, Metric, families_of
 from protos.transport.credentials import first_to_expire, stale_files
 from router.engine.engines import Engines
 from router.scheduling.counters import GroupTotals, RankCounts
+
+T = TypeVar("T")
 
 SNAPSHOT_TIMEOUT_S = 5.0  # a loop that takes longer is stuck; the scrape then fails, and shows it
 
@@ -247,18 +250,23 @@ def take_snapshot(engines: Engines, version: str) -> Snapshot:
     )
 
 
-def collector(engines: Engines, version: str) -> Callable[[], Iterable[Family]]:
-    """Returns what a thread calls to collect the metrics of a router on the running loop."""
+def on_loop(function: Callable[[], T]) -> Callable[[], T]:
+    """Returns what a thread calls to have a function called on the loop that runs now.
+
+    It raises TimeoutError where the loop has not come to it after SNAPSHOT_TIMEOUT_S.
+    """
     loop = asyncio.get_running_loop()
 
-    async def snapshot() -> Snapshot:
-        return take_snapshot(engines, version)
+    async def call() -> T:
+        return function()
 
-    def collect() -> Iterable[Family]:
-        asked = asyncio.run_coroutine_threadsafe(snapshot(), loop)
-        return families(asked.result(SNAPSHOT_TIMEOUT_S))
+    return lambda: asyncio.run_coroutine_threadsafe(call(), loop).result(SNAPSHOT_TIMEOUT_S)
 
-    return collect
+
+def collector(engines: Engines, version: str) -> Callable[[], Iterable[Family]]:
+    """Returns what a thread calls to collect the metrics of a router on the running loop."""
+    snapshot = on_loop(lambda: take_snapshot(engines, version))
+    return lambda: families(snapshot())
 
 
 def families(now: Snapshot) -> Iterator[Family]:

@@ -94,16 +94,19 @@ async def test_a_scrape_needs_one_of_the_tokens_where_there_are_some(tmp_path: P
     address = f"127.0.0.1:{port.number}"
     num_made = num_pages  # as the port opens
     try:
-        for token in (None, "", "right-token-0123456788", "prometheus"):
+        wrong = ("right-token-0123456788", "prometheus", "right-token-0123456789:", "me:")
+        for token in (None, "", *wrong):
             with pytest.raises(HTTPError) as caught:
                 await scrape_text(address, token=token)
             assert (caught.value.code, caught.value.read()) == (401, b"")
             assert caught.value.headers["WWW-Authenticate"] == "Bearer"
             assert caught.value.headers["Server"] == "lockstep"
-        assert (refused, num_pages) == ({"UNAUTHENTICATED": 4}, num_made)
-        for token in ("right-token-0123456789", "other-token-9876543210"):
+        assert (refused, num_pages) == ({"UNAUTHENTICATED": 6}, num_made)
+        # As browsers send them.
+        passwords = ("me:right-token-0123456789", ":other-token-9876543210")
+        for token in ("right-token-0123456789", "other-token-9876543210", *passwords):
             assert "process_resident_memory_bytes" in await scrape_text(address, token=token)
-        assert refused.total() == 4
+        assert refused.total() == 6
         assert stale_files()["metrics_tokens"] == 0
     finally:
         port.close()

@@ -108,7 +108,7 @@ def test_the_last_minutes_are_a_line_and_rates():
     rates = pb.History(steps_per_s=[10, 30], total_tokens_per_s=[100, 1300])
     rates.output_tokens_per_s.extend([0, 350, 700, 1000])
     text = render(ready(rank(0), history=rates))
-    assert "30 steps/s, 1,300 tokens/s" in text
+    assert "30 steps/s, 1,300 tokens/s with prompts" in text
     assert re.search(r"  output +▁▃▆█ 1,000 tokens/s *\n", text)
     assert "/s" not in render(ready(rank(0)))
 
