@@ -17,6 +17,7 @@ import asyncio
 import fcntl
 import json
 import random
+import shutil
 import signal
 import sys
 import time
@@ -250,7 +251,8 @@ class Batch:
             await asyncio.sleep(SHOWN_EVERY_S[is_terminal])
             text, end = self.progress(time.monotonic() - start), "\n"
             if is_terminal:
-                text, end = f"\r{text}\033[K", ""
+                width = shutil.get_terminal_size().columns - 1
+                text, end = f"\r{text[:width]}\033[K", ""
             print(text, end=end, file=sys.stderr, flush=True)
 
     def progress(self, elapsed_s: float) -> str:

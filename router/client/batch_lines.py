@@ -99,8 +99,8 @@ def read_request(line: Mapping[str, Any], priority: int) -> BatchRequest:
     try:
         return BatchRequest(prompt, whole, to_request(prompt, whole).ByteSize())
     except (TypeError, ValueError) as error:
-        field = _field_at_fault(options, body) or "prompt"
-        raise LineRefused(f"body.{field}", f"it cannot be sent: {error}") from error
+        field = _field_at_fault(prompt, options, body)
+        raise LineRefused(field, f"it cannot be sent: {error}") from error
 
 
 def answer_line(line: Mapping[str, Any], model: str, completions: Sequence[Completion]) -> Json:
@@ -225,14 +225,18 @@ def _read_format(given: object) -> Json:
     )
 
 
-def _field_at_fault(options: Json, body: Json) -> str | None:
-    """Returns the name in a body of the option that cannot be sent, if one by itself cannot."""
+def _field_at_fault(prompt: Prompt, options: Json, body: Json) -> str:
+    """Returns the path of what cannot be sent by itself, or else of the body."""
     for name, value in options.items():
         try:
             to_request("", cast(Options, {name: value}))
         except (TypeError, ValueError):
-            return name if name in body else _OTHER_NAMES[name]
-    return None
+            return f"body.{name if name in body else _OTHER_NAMES[name]}"
+    try:
+        to_request(prompt, {})
+    except (TypeError, ValueError):
+        return "body.prompt"
+    return "body"
 
 
 def _choice(completion: Completion, *, is_chat: bool) -> Json:

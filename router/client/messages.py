@@ -239,6 +239,8 @@ def to_request(prompt: Prompt, options: Options) -> serving_pb2.GenerateRequest:
         part = next((part for part, names in _PARTS.items() if name in names), None)
         (fields if part is None else fields.setdefault(part, {}))[name] = value
     timeout_s = fields.pop("timeout_s", None)
+    if len(constraints := fields.get("constraint", ())) > 1:  # protobuf would keep the last
+        raise ValueError(f"{' and '.join(constraints)}: an output has one constraint at most")
     request = serving_pb2.GenerateRequest(**fields)
     if isinstance(prompt, str):
         request.text = prompt

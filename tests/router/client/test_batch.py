@@ -15,7 +15,7 @@ import pytest
 from protos.serving.v1 import serving_pb2 as pb
 from router.client import Client, Completion, Finish, TokenLogprob
 from router.client import batch as batch_module
-from router.client.batch import Batch, BatchRefused, BatchStopped, main
+from router.client.batch import Batch, BatchRefused, main
 from router.client.batch_lines import CHAT, COMPLETIONS, LineRefused, answer_line, read_request
 from router.client.messages import to_request
 from router.errors import QueueFull
@@ -119,6 +119,12 @@ def test_a_body_becomes_a_request_with_the_defaults_of_openai():
     )
 
 
+def test_two_constraints_are_refused_instead_of_one_lost():
+    line = line_of("a", prompt="b", response_format={"type": "json_object"}, regex="a+")
+    with pytest.raises(LineRefused, match=r"^body: .*regex and json_object: an output has one"):
+        read_request(line, 0)
+
+
 def test_a_chat_becomes_a_request_as_long_as_it_may_be():
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     body = {
@@ -195,6 +201,7 @@ def test_a_chat_that_cannot_be_asked_is_refused_by_its_field(body: dict[str, Any
         ({"logit_bias": {"the": 1}}, "body.logit_bias"),
         ({"logit_bias": [1]}, "body.logit_bias"),
         ({"logprobs": "all"}, "body.logprobs"),
+        ({"prompt": "\ud800"}, "body.prompt"),
         ({"response_format": {"type": "xml"}}, "body.response_format"),
         ({"response_format": {"type": "json_object", "more": 1}}, "body.response_format"),
     ],
@@ -376,13 +383,6 @@ def test_the_exit_code_says_how_a_batch_ended(
     monkeypatch.setattr(sys, "argv", arguments)
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest's own stays
     assert main() == code
-    assert problem in capsys.readouterr().err
-
-
-async def test_a_batch_without_a_router_stops_and_says_so(files: tuple[Path, Path]):
-    write(files[0], [line_of("a", prompt="a")])
-    batch = Batch(Client("unix:nobody"), *files, window=1, priority=0, patience_s=0)
-    with pytest.raises(BatchStopped, match=r"^UNAVAILABLE: "):
-        await batch.run()
-    assert files[1].read_text() == ""
-    assert "0 of 1 lines" in batch.progress(1.0)
+    said = capsys.readouterr().err
+    assert problem in said
+    assert code == 2 or f"{int(code < 2)} of 1 lines, {int(code == 1)} with an error" in said
