@@ -8,16 +8,19 @@ from collections.abc import Callable
 
 import torch
 
+from executor.budget.token_budget import FLOAT32_BYTES
 from executor.build.keeping import bytes_of, keepable, sizes_only, weight_bytes
 from executor.build.memory import kv_lines
 from executor.build.plan import Blueprint
 from executor.config import ExecutorConfig
+from executor.model.cpu_kernels.linear import PANEL
 from executor.model.decoder.kernels import kept_sizes
 from executor.model.decoder.sizes import kv_shape, windows_of
 from executor.model.drafts.draft import load_draft_model
 from executor.model.families import fill_model
+from executor.model.layers.linear import vocab_slice
 from executor.model.spec import MoeSpec
-from executor.model.weights.kept import DEQUANTISED, IN_INT8
+from executor.model.weights.kept import DEQUANTISED, IN_INT8, Keeping
 
 
 def check(config: ExecutorConfig, say: Callable[[str], None]) -> bool:
@@ -63,6 +66,9 @@ def _check_tensors(blueprint: Blueprint, say: Callable[[str], None]) -> None:
     model = sizes_only(blueprint, keeping)
     num_bytes = bytes_of(model.weight_groups())
     say(f"weights               {num_bytes:,} bytes on this executor")
+    if head := _packed_head_bytes(blueprint, keeping):
+        num_bytes += head
+        say(f"packed head           {head:,} bytes more on a CPU with kernels, as the head is tied")
     shape = kv_shape(blueprint.model, config.block_size, dtype, config.topology)
     block_bytes = shape.bytes_per_block
     if draft_config is not None:
@@ -71,7 +77,8 @@ def _check_tensors(blueprint: Blueprint, say: Callable[[str], None]) -> None:
     of_token, *of_windows = kv_lines(shape, block_bytes)
     say(f"KV per token          {of_token.bytes:,} bytes on this executor")
     if keeping == IN_INT8:
-        spared = weight_bytes(blueprint, DEQUANTISED) - num_bytes
+        plain = weight_bytes(blueprint, DEQUANTISED) + _packed_head_bytes(blueprint, DEQUANTISED)
+        spared = plain - num_bytes
         say(f"int8 spares           {spared:,} bytes, KV of {spared // of_token.bytes:,} tokens")
     for line in of_windows:
         say(f"KV of windows         {line.bytes:,} bytes of a sequence that decodes, {line.bound}")
@@ -84,6 +91,16 @@ def _check_tensors(blueprint: Blueprint, say: Callable[[str], None]) -> None:
         kernels = kept_sizes(draft_config.layers, keeping, dtype=dtype)
         draft = load_draft_model(config.draft_model, draft_config, model, kernels=kernels)
         say(f"weights of the draft  {bytes_of(draft.weight_groups()):,} bytes on this executor")
+
+
+def _packed_head_bytes(blueprint: Blueprint, keeping: Keeping) -> int:
+    """Returns what the CPU's kernels have of a tied head, beside the embedding."""
+    model, size = blueprint.model, blueprint.model.hidden_size
+    if not model.tied or blueprint.dtype is not torch.bfloat16 or size % 2:
+        return 0
+    num_rows = vocab_slice(model.vocab_size, blueprint.config.attn_tp_size)
+    row_bytes = size + FLOAT32_BYTES if keeping == IN_INT8 else size * blueprint.dtype.itemsize
+    return -(-num_rows // PANEL) * PANEL * row_bytes
 
 
 def _describe_kept(blueprint: Blueprint, title: str, say: Callable[[str], None]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
@@ -17,12 +18,16 @@ from executor.build.executor import build_worker
 from executor.build.keeping import weight_bytes
 from executor.build.plan import Blueprint
 from executor.config import ExecutorConfig
+from executor.model.cpu_kernels.library import load
+from executor.model.decoder.kernels import cpu_kernels
 from executor.model.drafts.config import DraftConfig
+from executor.model.families import read_spec
 from executor.model.weights.formats import Fp8Format
-from executor.model.weights.kept import DEQUANTISED, Keeping
+from executor.model.weights.kept import DEQUANTISED, IN_INT8, Keeping
 from tests.executor.model.families.head_checkpoints import save_model
 from tests.executor.model.weights.kept_models import LATENT, twins
-from tests.executor.support.checkpoints import save_latent_model
+from tests.executor.support.checkpoints import save_latent_model, save_qwen3_moe
+from tests.executor.support.serving import Rank
 from tests.support.paths import DEMO_DRAFTS, DEMO_MODEL
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "num_kv_blocks": 4, "max_num_seqs": 2}
@@ -75,6 +80,27 @@ def test_int8_takes_a_byte_for_a_weight_and_leaves_the_rest_to_kv() -> None:
     assert bytes_of(plain["weights"]) - bytes_of(lines["weights"]) == spared
     num_tokens = spared // bytes_of(plain["KV per token"])
     assert lines["int8 spares"] == f"{spared:,} bytes, KV of {num_tokens:,} tokens"
+
+
+@pytest.mark.skipif(load() is None, reason="no kernels for this CPU")
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+def test_a_tied_head_is_counted_as_kernels_have_it(weights: str, tmp_path: Path) -> None:
+    save_qwen3_moe(tmp_path, "tied", dtype=torch.bfloat16, vocab_size=50, hidden_size=64)
+    told = {name: check_lines(model=tmp_path, weights=name)[1] for name in ("auto", weights)}
+    kernels = cpu_kernels(
+        read_spec(tmp_path),
+        dtype=torch.bfloat16,
+        keeping=IN_INT8 if weights == "int8" else DEQUANTISED,
+    )
+    head = Rank(tmp_path, dtype=torch.bfloat16, kernels=kernels).model.lm_head._linear
+    packed = [head.weight] if head._scales is None else [head.weight, head._scales]
+    num_bytes = sum(x.untyped_storage().nbytes() for x in packed)
+    assert bytes_of(told[weights]["packed head"]) == num_bytes
+    if weights == "int8":
+        plain, in_int8 = (
+            bytes_of(lines["weights"]) + bytes_of(lines["packed head"]) for lines in told.values()
+        )
+        assert bytes_of(told["int8"]["int8 spares"]) == plain - in_int8
 
 
 @pytest.mark.parametrize(
