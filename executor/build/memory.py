@@ -22,6 +22,7 @@ from executor.model.decoder.sizes import kv_shape
 from executor.model.moe.experts import ExpertShare
 from executor.model.moe.layer import Dispatcher
 from executor.model.sampling.sampler import Sampler
+from executor.model.spec import MlaSpec, MoeSpec
 from executor.runners.forward_pass import ForwardPass
 from executor.runners.target import RunnerSelection
 
@@ -36,6 +37,9 @@ _ROWS, _GRAPH = "max_num_seqs", "largest decode graph"
 # and filter, with int64 indices, on top of the logits as edited and of what greedy rows get. Counted
 # in tests/executor/build/test_memory.py; what a GPU's sort needs for itself comes on top.
 PROBABILITY_COPIES = 12
+
+
+RECORDED_ROWS = 8  # of a layer's widest, which passes on a CPU hold at once, at most
 
 
 class HeldBytes:
@@ -118,7 +122,7 @@ def later_lines(
 ) -> tuple[BudgetLine, ...]:
     """Returns what comes after the KV pool, but for the dispatcher's workspace, which is told before."""
     if device.type != "cuda":
-        return step_lines(blueprint)
+        return (*recorded_lines(blueprint, kernels), *step_lines(blueprint))
     topology, sizes = blueprint.config.topology, blueprint.graph_sizes
     groups = len({topology.world_size, topology.attn_tp_size} - {1})
     lines = [
@@ -137,6 +141,30 @@ def later_lines(
         num_bytes = rows * PROBABILITY_COPIES * row_bytes
         lines.append(BudgetLine("work on probabilities of tokens", _ROWS, rows, num_bytes))
     return (*lines, *of_drafts)
+
+
+def recorded_lines(blueprint: Blueprint, kernels: list[Kernels]) -> tuple[BudgetLine, ...]:
+    """Returns what passes that a CPU has recorded compute on the way, at most.
+
+    That is some rows of each width at once, and logits; as much again for sizes of less than half.
+    """
+    config, plan, sizes = blueprint.config, blueprint.speculation, blueprint.graph_sizes.decode
+    if not sizes or config.world_size > 1 or kernels[0].library is None:
+        return ()
+    widths = [blueprint.model.hidden_size]
+    for layer in blueprint.model.layers:
+        attention, mlp = layer.attention, layer.feed_forward
+        if isinstance(attention, MlaSpec):
+            head_dim = attention.kv_lora_rank + attention.qk_rope_head_dim
+            widths.append(attention.num_heads * head_dim)
+        else:
+            widths.append((attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim)
+        dense = mlp.shared if isinstance(mlp, MoeSpec) else mlp
+        widths.append(0 if dense is None else 2 * dense.intermediate_size)
+    rows = sizes[-1] * (1 if plan is None else plan.num_rows_per_sequence)
+    row_bytes = RECORDED_ROWS * max(widths) * blueprint.dtype.itemsize
+    row_bytes += blueprint.model.vocab_size * FLOAT32_BYTES
+    return (BudgetLine("recorded passes", _GRAPH, rows, 2 * rows * row_bytes),)
 
 
 def pass_bytes(blueprint: Blueprint, num_rows: int, kernels: list[Kernels]) -> int:

@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 
 from executor.batch.kv_pool import KVPool
 from executor.budget.report import BudgetLine
+from executor.build import devices
 from executor.build import executor as build
 from executor.build.devices import Cpu, Cuda
 from executor.build.executor import build_worker
@@ -24,6 +25,8 @@ from executor.build.memory import (
 )
 from executor.build.plan import Blueprint
 from executor.config import ExecutorConfig
+from executor.graph.backend import EagerBackend, ShapeKey, Work
+from executor.graph.cpu_graph import GraphMemory
 from executor.model.cpu_kernels.library import load
 from executor.model.flashinfer.cutedsl import scratch_rows
 from executor.model.flashinfer.operators import FlashInferOps
@@ -118,6 +121,27 @@ def test_the_table_has_what_threads_keep_of_experts_on_a_cpu() -> None:
     [line] = [line for line in description.budget.lines if "CPU's kernel" in line.what]
     assert line.tokens == 64
     assert line.bytes == (0 if load() is None else 64 * per_row)
+
+
+@pytest.mark.parametrize(
+    "way", ["plain", "eagle tree", "layers drawn", "frozen KV", "without graphs"]
+)
+def test_recorded_passes_take_no_more_than_the_table_says(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, capture = GraphMemory(), EagerBackend.capture
+
+    def capture_and_run(backend: EagerBackend, key: ShapeKey, run: Work) -> None:
+        capture(backend, key, run)
+        backend.replay(key)
+
+    monkeypatch.setattr(devices, "GraphMemory", lambda: memory)
+    monkeypatch.setattr(EagerBackend, "capture", capture_and_run)
+    _worker, description = build_worker(ExecutorConfig(**(SETTINGS | WAYS.get(way, {}))))
+    told = {line.what: line.bytes for line in description.budget.lines}.get("recorded passes", 0)
+    taken = sum(block.nbytes() for block in memory._blocks.values())
+    assert taken <= told
+    assert bool(taken) == bool(told)
 
 
 class CpuWithFlashInfer(Cpu):
