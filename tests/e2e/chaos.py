@@ -79,7 +79,7 @@ async def run_chaos(
     rng, report = random.Random(seed), Report()
     settings = {"num_groups": num_groups, "router_args": ROUTER_ARGS}
     async with served(log_dir, **settings) as (stack, client), client.many() as many:
-        await _groups_ready(client)
+        await groups_ready(client)
         asks = await _undisturbed(client, rng)
         is_over = asyncio.Event()
         async with supervised(stack):
@@ -89,10 +89,10 @@ async def run_chaos(
                     tasks.create_task(_ask_on(asker, asks, number, is_over, report))
                 for _ in range(num_faults):
                     if rng.random() < 0.7:  # else it may strike in the middle of a recovery
-                        await _groups_ready(client)
+                        await groups_ready(client)
                     await asyncio.sleep(rng.expovariate(1 / MEAN_PAUSE_S))
                     report.faults.append(await _break_one(stack, rng))
-                await _groups_ready(client)
+                await groups_ready(client)
                 is_over.set()
             report.groups = await _idle_groups(client)
     report.recoveries_s = _recoveries_s(log_dir)
@@ -150,7 +150,8 @@ async def _break_one(stack: LocalStack, rng: random.Random) -> str:
     return f"{process.name} {kind}"
 
 
-async def _groups_ready(client: Client) -> None:
+async def groups_ready(client: Client) -> None:
+    """Returns when all groups serve."""
     async with asyncio.timeout(120):
         while any(g.state != GROUP_STATE_READY for g in await client.get_status()):
             await asyncio.sleep(0.05)

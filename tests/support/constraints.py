@@ -8,6 +8,7 @@ import json
 import random
 import re
 from collections.abc import Sequence
+from decimal import Decimal, localcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,9 +59,10 @@ class Constraint(NamedTuple):
         match self.kind:
             case "json_schema":
                 try:
-                    schema = json.loads(self.text)
-                    jsonschema.validate(json.loads(text), schema, format_checker=_IS_FORMAT)
-                except ValueError:
+                    given, schema = (json.loads(t, parse_float=Decimal) for t in (text, self.text))
+                    with localcontext(prec=2000):  # multiples of long numbers
+                        jsonschema.validate(given, schema, format_checker=_IS_FORMAT)
+                except (ValueError, jsonschema.ValidationError):
                     return False
                 return True
             case "regex":

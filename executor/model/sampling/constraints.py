@@ -123,19 +123,25 @@ class DraftPath:
         if self.matcher.is_error():  # an earlier draft led nowhere
             self._row.matcher = self._row.read(self._row.output)
             self.nodes = [0]
-        way = self._way_to(node)
-        num_common = sum(a == b for a, b in zip(self.nodes, way, strict=False))
-        return self._go_back(num_common) if self._is_right[way[-2]] else False
+        parent = self._parents[node - 1]
+        if parent == self.nodes[-1] or not self._is_right[parent]:
+            return False
+        way = _way_to(parent, self._parents)
+        return self._go_back(sum(a == b for a, b in zip(self.nodes, way, strict=False)))
 
     def go(self, node: int, end_ids: frozenset[int]) -> bool:
         """Goes on to the next node. Returns whether it is there: nothing follows one of the ends."""
-        way = self._way_to(node)
-        is_right = self._is_right[way[-2]] and self._tokens[node - 1] not in end_ids
-        if is_right:
-            rest = way[len(self.nodes) :]
+        is_right = self._is_right[self._parents[node - 1]]
+        if is_right and self._tokens[node - 1] not in end_ids:
+            rest = [node]
+            while (parent := self._parents[rest[-1] - 1]) != self.nodes[-1]:
+                rest.append(parent)
+            rest.reverse()
             num_taken = self.matcher.try_consume_tokens([self._tokens[n - 1] for n in rest])
             self.nodes += rest[:num_taken]
             is_right = num_taken == len(rest)
+        else:
+            is_right = False
         self._is_right.append(is_right)
         return is_right
 
@@ -149,9 +155,6 @@ class DraftPath:
             self.matcher.rollback(num_back)
             del self.nodes[num_nodes:]
         return num_back > 0
-
-    def _way_to(self, node: int) -> list[int]:
-        return _way_to(node, self._parents)
 
 
 class Constraints:
@@ -446,14 +449,14 @@ class Constraints:
             Whether anything is left; else it lets everything pass.
         """
         held = self._rows[row]
-        if self._plain_end_ids.size and not matcher.is_accepting():
-            mask[:] = _without(mask, self._plain_end_ids)
         if length < held.min_len and (rest := _without(mask, held.end_ids)).any():
             mask[:] = rest
-        is_left = bool(mask.any())
-        if not is_left:
-            mask.fill(-1)
-        return is_left
+        if self._plain_end_ids.size and not matcher.is_accepting():
+            mask[:] = _without(mask, self._plain_end_ids)
+            if not mask.any():
+                mask.fill(-1)
+                return False
+        return True
 
     def _fail(self, row: int, problem: str) -> None:
         """Has a row keep to nothing from now on. Its mask must let everything pass."""

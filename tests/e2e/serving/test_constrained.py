@@ -17,7 +17,7 @@ import pytest
 from deploy.local.launch import LocalStack
 from router.api.constraints import try_build
 from router.client import Client, Completion, Many, Options
-from tests.e2e.chaos import ROUTER_ARGS
+from tests.e2e.chaos import ROUTER_ARGS, groups_ready
 from tests.e2e.conftest import EXECUTOR_ARGS
 from tests.e2e.support.stacks import served, supervised
 from tests.support.constraints import Constraint, is_beginning, random_constraint
@@ -28,7 +28,7 @@ NUM_ASKS = int(os.environ.get("LOCKSTEP_CONSTRAINTS", "16"))
 IS_LARGE = NUM_ASKS >= 100
 NUM_AT_ONCE = 48
 MAX_TOKENS, NEWLINE = 40, 13
-PAUSE_S = (0.3, 2.0)  # between two kills
+PAUSE_S = (1.0, 3.0)  # between two kills
 
 TP2: dict[str, Any] = {"dp_size": 1, "attn_tp_size": 2}
 WAYS: dict[str, dict[str, Any]] = {"dp2": {}, "tp2": TP2}
@@ -111,9 +111,13 @@ async def test_constrained_answers_are_valid_and_the_same_twice(client: Client):
     assert [text.text for text in (await answers_of(client, asks[::-1]))[::-1]] == texts
 
 
-async def kill_executors(stack: LocalStack, is_over: asyncio.Event, kills: list[str]) -> None:
+async def kill_executors(
+    stack: LocalStack, client: Client, is_over: asyncio.Event, kills: list[str]
+) -> None:
+    """Lets requests run between kills: one that is always lost when it runs alone is not tried again."""
     rng = random.Random(5)
     while not is_over.is_set():
+        await groups_ready(client)
         await asyncio.sleep(rng.uniform(*PAUSE_S))
         process = rng.choice(stack.executors)
         await process.kill()
@@ -135,7 +139,7 @@ async def test_kills_and_drafts_change_no_constrained_answer(
         settings |= {"executor_args": executor_args, "router_args": ROUTER_ARGS}
         async with served(None, **settings) as (stack, client), supervised(stack):
             is_over = asyncio.Event()
-            killing = asyncio.create_task(kill_executors(stack, is_over, kills))
+            killing = asyncio.create_task(kill_executors(stack, client, is_over, kills))
             await expect(client, asks, texts)
             is_over.set()
             await killing
