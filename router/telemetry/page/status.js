@@ -16,7 +16,7 @@ const LEVELS = { info: ["", "", "info"], warning: ["fair", "▲", "warning"], er
 const grouped = new Intl.NumberFormat("en-US", { maximumFractionDigits: 1 });
 const count = (value) => grouped.format(Number(value));
 const percent = (share) => `${Math.round(100 * share)} %`;
-const plural = (value, one, many = `${one}s`) => `${count(value)} ${Number(value) === 1 ? one : many}`;
+const plural = (value, one) => `${count(value)} ${one}${Number(value) === 1 ? "" : "s"}`;
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 const clock = (time) => new Date(time).toLocaleTimeString("en-GB");
 

@@ -15,7 +15,7 @@ from deploy.local.demo import idle_group
 from deploy.local.launch import LocalStack
 from deploy.local.processes import ROOT
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
-from tests.deploy.metrics import EXPOSED
+from tests.deploy.metrics import EXPOSED, picker_families
 from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
 from tests.e2e.support.logs import logged, scraped
 
@@ -86,9 +86,10 @@ async def test_both_services_tell_the_same_story(watched: Watched):
 
 
 async def test_nothing_is_exposed_that_the_documents_do_not_name(watched: Watched):
+    named = {*EXPOSED, *(family.name for family in picker_families())}
     for process in [watched.stack.router, *watched.stack.executors]:
         for name in await scraped(process):
-            assert name in EXPOSED or name.endswith("_created"), name
+            assert name in named or name.endswith("_created"), name
 
 
 async def test_the_trace_of_a_caller_reaches_the_collector(watched: Watched):
@@ -129,10 +130,14 @@ async def test_counters_go_on_over_a_recovery_and_the_log_has_its_ids(watched: W
     await stack.restart_executor(1)
     async with stack.client() as client:
         answer = await client.complete("\n17+25=", max_tokens=16)
+        events = (await client.get_router_status()).events
     after = await scraped(stack.router)
     [lost] = await logged(stack.router, "group_lost")
 
     assert answer.text.startswith("42")
+    [told] = [event for event in events if event.name == "group_lost"]
+    assert (told.level, told.epoch, told.problem) == ("warning", 1, lost["problem"])
+    assert (events[0].name, events[0].epoch) == ("group_ready", 2)
     assert after["lockstep_router_epochs_total"]["0",] == 2
     assert after["lockstep_router_ended_epochs_total"]["0", "lost"] == 1
     assert after["lockstep_router_recovery_seconds_count"]["0",] == 1
