@@ -61,6 +61,8 @@ class Flow:
         num_waiting: Its sequences that wait.
         num_tokens: Their tokens.
         num_urgent: Of these, the tokens of requests whose priority is not below 0.
+        num_lost: Of its sequences that wait, those that ran in a lost step.
+        num_lost_tokens: Their tokens.
         heap: These sequences by turn; ended ones stay until they come up.
         entry: Number of its entry in the line; 0 while it has none.
     """
@@ -71,6 +73,7 @@ class Flow:
         self.served = served
         self.weight = 1.0
         self.num_held = self.num_waiting = self.num_tokens = self.num_urgent = self.entry = 0
+        self.num_lost = self.num_lost_tokens = 0
         self.heap: list[tuple[float, int, int, Sequence]] = []
         self._grants: deque[float] = deque()  # ascending: of slots held, then of those given up
         self._standing = (0, served)
@@ -89,6 +92,16 @@ class Flow:
     @property
     def is_idle(self) -> bool:
         return not self.num_held and not self.num_waiting
+
+    def count(self, sequence: "Sequence", sign: int) -> None:
+        """Counts a sequence that waits, or with -1 one that waits no more."""
+        num_tokens = sign * len(sequence.tokens)
+        self.num_waiting += sign
+        self.num_tokens += num_tokens
+        self.num_urgent += sign * num_urgent(sequence)
+        if sequence.suspicion is not None:
+            self.num_lost += sign
+            self.num_lost_tokens += num_tokens
 
     def take(self) -> None:
         """Notes that one of its sequences is bound."""
@@ -200,9 +213,7 @@ class Line:
         flow = sequence.flow = self.flow_of(sequence.request.caller)
         if not flow.num_waiting:
             flow.served = max(flow.served, self._level)
-        flow.num_waiting += 1
-        flow.num_tokens += len(sequence.tokens)
-        flow.num_urgent += num_urgent(sequence)
+        flow.count(sequence, 1)
         heapq.heappush(flow.heap, (*sequence.turn, sequence))
         if flow is not self._only and (flow.num_waiting == 1 or flow.heap[0][-1] is sequence):
             self._enter(flow)
@@ -210,9 +221,7 @@ class Line:
     def leave(self, sequence: "Sequence") -> None:
         """Notes that a sequence waits no more."""
         flow = sequence.flow
-        flow.num_waiting -= 1
-        flow.num_tokens -= len(sequence.tokens)
-        flow.num_urgent -= num_urgent(sequence)
+        flow.count(sequence, -1)
         if not flow.num_waiting:
             flow.forget_returned()
 

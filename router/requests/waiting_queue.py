@@ -19,7 +19,7 @@ callers that are told apart go by what each was given (`flows.py`). Who gives wa
 from bisect import insort
 from collections import Counter
 from collections.abc import Collection, Iterator
-from itertools import chain, count
+from itertools import chain, count, takewhile
 
 from protos.transport.interceptors import Caller
 from router.errors import QueueFull
@@ -70,6 +70,7 @@ class WaitingQueue:
         self._waiting: set[Sequence] = set()
         self.line = Line(self._waiting)
         self.num_tokens = 0
+        self._num_lost = self._num_lost_tokens = 0  # of lost steps, which were let in before
         self._token_s = 0.0
 
     def __len__(self) -> int:
@@ -83,8 +84,17 @@ class WaitingQueue:
     def has_room(self) -> bool:
         """Whether one continuation of a prompt of one token would fit."""
         return not self._waiting or (
-            len(self) < self._max_sequences and self.num_tokens < self._max_tokens
+            self._num_counted < self._max_sequences and self._num_counted_tokens < self._max_tokens
         )
+
+    @property
+    def _num_counted(self) -> int:
+        """Sequences that its limit is for."""
+        return len(self) - self._num_lost
+
+    @property
+    def _num_counted_tokens(self) -> int:
+        return self.num_tokens - self._num_lost_tokens
 
     def order_by_length(self, token_s: float) -> None:
         """Says how many seconds each prompt token sets a new request back in the line."""
@@ -97,18 +107,20 @@ class WaitingQueue:
             QueueFull: There is no room.
         """
         num_new = len(request.sequences)
-        if len(self) + num_new > self._max_sequences:
+        value = self._num_counted + num_new
+        if value > self._max_sequences:
             raise QueueFull(
-                f"{len(self)} sequences wait and {num_new} more would exceed "
+                f"{self._num_counted} sequences wait and {num_new} more would exceed "
                 f"max_waiting_sequences={self._max_sequences}: try again in a second",
-                metadata={"value": len(self) + num_new, "limit": self._max_sequences},
+                metadata={"value": value, "limit": self._max_sequences},
             )
         num_tokens = len(request.prompt) * num_new
-        if self._waiting and self.num_tokens + num_tokens > self._max_tokens:
+        value = self._num_counted_tokens + num_tokens
+        if self._waiting and value > self._max_tokens:
             raise QueueFull(
-                f"{self.num_tokens} prompt tokens wait and {num_tokens} more would exceed "
+                f"{self._num_counted_tokens} prompt tokens wait and {num_tokens} more would exceed "
                 f"max_waiting_tokens={self._max_tokens}: try again in a second",
-                metadata={"value": self.num_tokens + num_tokens, "limit": self._max_tokens},
+                metadata={"value": value, "limit": self._max_tokens},
             )
         self._check_flow(request.caller, num_new, num_tokens)
         behind_s = len(request.prompt) * self._token_s - request.priority * self._priority_step_s
@@ -125,7 +137,7 @@ class WaitingQueue:
         for what, num_waiting, num_more, own, given, bound in (
             (
                 "sequences",
-                flow.num_waiting,
+                flow.num_waiting - flow.num_lost,
                 num_new,
                 limits.max_waiting_sequences,
                 self._callers.max_flow_waiting_sequences,
@@ -133,7 +145,7 @@ class WaitingQueue:
             ),
             (
                 "tokens",
-                flow.num_tokens,
+                flow.num_tokens - flow.num_lost_tokens,
                 num_tokens,
                 limits.max_waiting_tokens,
                 self._callers.max_flow_waiting_tokens,
@@ -152,7 +164,7 @@ class WaitingQueue:
     def push(self, sequence: Sequence) -> None:
         """Queues a sequence by its request's priority. Preempted ones are never refused."""
         self._waiting.add(sequence)
-        self.num_tokens += len(sequence.tokens)
+        self._count(sequence, 1)
         self.line.push(sequence)
 
     def peek(self) -> Sequence | None:
@@ -176,8 +188,15 @@ class WaitingQueue:
 
     def _leave(self, sequence: Sequence) -> None:
         self._waiting.remove(sequence)
-        self.num_tokens -= len(sequence.tokens)
+        self._count(sequence, -1)
         self.line.leave(sequence)
+
+    def _count(self, sequence: Sequence, sign: int) -> None:
+        num_tokens = sign * len(sequence.tokens)
+        self.num_tokens += num_tokens
+        if sequence.suspicion is not None:
+            self._num_lost += sign
+            self._num_lost_tokens += num_tokens
 
 
 # ---- quarantine
@@ -187,10 +206,11 @@ class Quarantine:
     """Waiting queue that isolates poison requests: suspects in front, and all others behind them.
 
     A lost step says only which sequences it ran, and most losses are no request's fault. So each
-    sequence of a lost step is a suspect until it has gained a few tokens, and suspects run in parts:
+    sequence of a lost step is a suspect until it has gained a few tokens, and suspects that are lost
+    again run in parts:
 
-        lost once       an eighth of them at a time, beside everybody else
-        lost again      an eighth of those again, and nothing else begins until they are done
+        lost once       all at a time, beside everybody else
+        lost again      an eighth of them at a time, and nothing else begins until they are done
         ...             the suspects become fewer with each loss, down to one that runs alone
         lost alone      twice: its step kills executors, and it is not tried again
 
@@ -205,7 +225,7 @@ class Quarantine:
 
     def __init__(self, others: WaitingQueue) -> None:
         self._others = others
-        self._suspects: list[Sequence] = []  # that wait, in the order in which they are tried
+        self._suspects: list[Sequence] = []  # lost more than once, that wait, as they are tried
         self._running: set[Sequence] = set()  # handed out, and not proven yet
         self._head: Sequence | None = None  # what `peek` returned, if it is a suspect
 
@@ -239,43 +259,48 @@ class Quarantine:
 
     def push(self, sequence: Sequence) -> None:
         """Queues a sequence that ran before, here or elsewhere. It is never refused."""
-        if sequence.suspicion is None:
+        self._running.discard(sequence)
+        if not _is_isolated(sequence):
             self._others.push(sequence)
             return
         sequence.flow = self.line.flow_of(sequence.request.caller)
-        self._running.discard(sequence)
         insort(self._suspects, sequence, key=_trial_order)
 
     def peek(self) -> Sequence | None:
         """Returns the sequence that may begin next."""
-        self._head = None
-        if not self._suspects and not self._running:
-            return self._others.peek()
-        num_losses = max(map(_num_losses, self._running or self._suspects[:1]))
-        suspect = self._suspects[0] if self._suspects else None
-        if suspect is not None and not self._may_run(suspect, num_losses):
-            suspect = None
-        other = self._others.peek() if num_losses <= 1 else None
-        if suspect is None or (
-            other is not None and self.line.place_of(other) < self.line.place_of(suspect)
-        ):
-            return other
-        self._head = suspect
-        return suspect
+        num_losses = max(map(_num_losses, self._running), default=0)
+        self._head = self._next_suspect(num_losses)
+        if self._head is not None:
+            return self._head
+        return None if self._suspects or num_losses > 1 else self._others.peek()
 
-    def _may_run(self, suspect: Sequence, num_losses: int) -> bool:
-        """Whether a suspect may run beside those that run, of which none has more losses."""
-        assert suspect.suspicion is not None
-        has_room = len(self._running) < suspect.suspicion.max_running
-        return has_room and suspect.suspicion.num_losses == num_losses
+    def _next_suspect(self, num_losses: int) -> Sequence | None:
+        """Returns the suspect that may begin beside those that run, whose losses are as many.
+
+        Of several it is the one that the line puts first: in another order than that in which
+        sequences give way, two of them would preempt each other for ever.
+        """
+        if not self._suspects:
+            return None
+        first = self._suspects[0]
+        assert first.suspicion is not None
+        if len(self._running) >= first.suspicion.max_running:
+            return None
+        if self._running and _num_losses(first) != num_losses:
+            return None
+        alike = takewhile(lambda each: _trial(each) == _trial(first), self._suspects)
+        return min(alike, key=self.line.place_of)
 
     def pop(self) -> Sequence:
         """Takes out the sequence that `peek` has just returned."""
-        if self._head is None:
-            return self._others.pop()
-        suspect, self._head = self._suspects.pop(0), None
-        self._running.add(suspect)
-        return suspect
+        if (sequence := self._head) is None:
+            sequence = self._others.pop()
+        else:
+            self._head = None
+            self._suspects.remove(sequence)
+        if sequence.suspicion is not None:
+            self._running.add(sequence)
+        return sequence
 
     def discard(self, sequence: Sequence) -> None:
         """Takes a sequence out of the queue, if it is there."""
@@ -309,7 +334,9 @@ class Quarantine:
                 sequence.suspicion.num_losses = 1
                 sequence.suspicion.num_losses_alone = 0
             sequence.num_clearings = 0
-        self._suspects.sort(key=_trial_order)
+        suspects, self._suspects = self._suspects, []
+        for sequence in suspects:
+            self.push(sequence)
 
 
 SequenceQueue = WaitingQueue | Quarantine
@@ -354,16 +381,25 @@ def is_repeat_suspect(sequence: Sequence) -> bool:
     return sequence.num_clearings > FREE_CLEARINGS
 
 
+def _is_isolated(sequence: Sequence) -> bool:
+    """Whether it waits apart: it was lost more than once."""
+    return sequence.suspicion is not None and sequence.suspicion.num_losses > 1
+
+
 def _num_losses(suspect: Sequence) -> int:
     assert suspect.suspicion is not None
     return suspect.suspicion.num_losses
 
 
-def _trial_order(suspect: Sequence) -> tuple[bool, int, float, int, int]:
+def _trial(suspect: Sequence) -> tuple[bool, int]:
     """Sorts suspects: most losses first, whose proof is short, so that all can go on.
 
     Repeat suspects, whose proof is long, run with the fewest losses first: an executor may be lost
     meanwhile, and then it was not the others.
     """
     is_old, num_losses = is_repeat_suspect(suspect), _num_losses(suspect)
-    return (is_old, num_losses if is_old else -num_losses, *suspect.turn)
+    return is_old, num_losses if is_old else -num_losses
+
+
+def _trial_order(suspect: Sequence) -> tuple[bool, int, float, int, int]:
+    return (*_trial(suspect), *suspect.turn)

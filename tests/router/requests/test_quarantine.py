@@ -3,7 +3,9 @@
 from typing import Any
 
 import numpy as np
+import pytest
 
+from router.errors import QueueFull
 from router.requests.request import Listeners, Sequence
 from router.requests.waiting_queue import (
     FREE_CLEARINGS,
@@ -21,8 +23,8 @@ from tests.router.support.stepper import Stepper, make_shape
 class Line:
     """A quarantine whose sequences gain tokens when a test says so."""
 
-    def __init__(self) -> None:
-        self.quarantine = Quarantine(WaitingQueue(max_sequences=1000, max_tokens=10_000))
+    def __init__(self, max_sequences: int = 1000) -> None:
+        self.quarantine = Quarantine(WaitingQueue(max_sequences=max_sequences, max_tokens=10_000))
         self._listener = Listeners(1).open()
         self._num_requests = 0
 
@@ -66,34 +68,51 @@ def gain(*sequences: Sequence, count: int = PROOF_TOKENS) -> None:
         sequence.tokens = np.append(sequence.tokens, np.zeros(count, np.int32))
 
 
-def test_after_a_first_loss_an_eighth_runs_at_a_time_beside_everybody_else():
+def test_after_a_first_loss_all_run_on_at_once_beside_everybody_else():
     line = Line()
     suspects = line.submit(16)
     assert line.take() == suspects
     assert line.lose(*suspects) == []
     new = line.submit(3)
 
-    assert line.take() == [*suspects[: 16 // PARTS], *new]
-    gain(suspects[0], count=PROOF_TOKENS - 1)
-    assert line.take() == []
-    gain(suspects[0], count=1)
-    assert line.take() == [suspects[2]]
+    assert line.take() == [*suspects, *new]
 
 
-def test_after_a_second_loss_nobody_else_begins_until_the_suspects_have_proven_themselves():
+def test_after_a_second_loss_an_eighth_runs_at_a_time_and_nobody_else_begins():
     line = Line()
     suspects = line.submit(16)
     line.take()
     line.lose(*suspects)
+    line.take()
+    line.lose(*suspects)
+    new = line.submit(1)
+
+    assert line.take() == suspects[: 16 // PARTS]
+    gain(suspects[0], count=PROOF_TOKENS - 1)
+    assert line.take() == []
+    gain(suspects[0], count=1)
+    assert line.take() == [suspects[2]]
+    rest = suspects[1:]
+    while rest:
+        gain(rest.pop(0))
+        taken = line.take()
+    assert taken == new
+
+
+def test_those_lost_a_third_time_run_before_those_that_were_not_tried_again():
+    line = Line()
+    suspects = line.submit(16)
+    for _ in range(2):
+        line.take()
+        line.lose(*suspects)
     first, second = line.take()
     line.lose(first, second)
-    new = line.submit(1)
 
     assert line.take() == [first]
     gain(first)
     assert line.take() == [second]
     gain(second)
-    assert line.take() == [*suspects[2:4], *new]
+    assert line.take() == suspects[2:4]
 
 
 def test_whoever_is_lost_alone_twice_is_guilty():
@@ -147,9 +166,9 @@ def test_a_loss_without_a_suspect_takes_its_past_from_it():
 def test_a_suspect_that_is_cancelled_makes_way_for_the_next():
     line = Line()
     suspects = line.submit(2)
-    line.take()
-    line.lose(*suspects)
-    line.lose(*line.take())
+    for _ in range(2):
+        line.take()
+        line.lose(*suspects)
     [first] = line.take()
     first.error = RuntimeError("cancelled")  # type: ignore[assignment]
     assert line.take() == [suspects[1]]
@@ -169,6 +188,19 @@ def test_waiting_suspects_are_counted_and_listed():
     assert len(line.quarantine) == 10
     assert line.quarantine.num_tokens == 30
     assert set(line.quarantine) == {*suspects, *new}
+
+
+def test_sequences_of_a_lost_step_take_no_room_from_new_ones():
+    line = Line(max_sequences=4)
+    suspects = line.submit(4)
+    line.take()
+    for _ in range(2):
+        line.lose(*suspects)
+        assert line.quarantine.has_room
+    line.submit(4)
+    assert not line.quarantine.has_room
+    with pytest.raises(QueueFull):
+        line.submit(1)
 
 
 def test_a_suspect_does_not_take_the_place_of_whoever_was_given_its_own():
