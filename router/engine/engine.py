@@ -39,6 +39,8 @@ log = structlog.get_logger()
 MIN_CHECK_S = 0.001
 OVERDUE_CHECK_S = 1.0  # between looks at a group that makes no progress
 MAX_NAMED = 64  # requests, in one line of the log
+MIN_RETRY_DELAY_S = 0.05  # an attempt takes a few milliseconds
+RETRY_SHARE = 0.1  # of the time that a group has been down: what looking for it later may add
 MAX_RETRY_DELAY_S = 15.0  # after attempts that ended, one after another, in what nobody expected
 
 
@@ -82,7 +84,8 @@ class EngineSettings(SchedulerSettings, StepSettings):
     pipeline_depth: int = setting(2, at_least(1))
     """Steps in flight at most. 2 hides the way to the executors; 1 helps to debug."""
     retry_delay_s: float = setting(0.5, above(0))
-    """Seconds between attempts to form a group."""
+    """Seconds between attempts to form a group, at most: the first follows a loss at once, and the
+    others the sooner the shorter the group has been down."""
 
 
 class Engine:
@@ -146,23 +149,32 @@ class Engine:
 
     async def run(self) -> None:
         """Runs the group for ever: whatever goes wrong in it is a loss of this group, and no more."""
-        least_delay_s = delay_s = self._settings.retry_delay_s
+        least_delay_s = growing_delay_s = self._settings.retry_delay_s
         while True:
             try:
                 await self._run_epoch(await self._form())
             except (ExecutorLost, GroupMismatch) as error:
                 loss: Exception = error
-                delay_s = least_delay_s
+                growing_delay_s = least_delay_s
+                delay_s = self._retry_delay_s()
             except Exception as error:
                 log.exception("group_failed", **self.ids())
                 self.measures.faults["unexpected"] += 1
                 problem = shorten(f"{type(error).__name__}: {error}")
                 loss = ExecutorLost(f"unexpected in this router, whose log has more: {problem}")
                 if self.is_ready and self._stats.num_steps:
-                    delay_s = least_delay_s
+                    growing_delay_s = least_delay_s
+                delay_s = growing_delay_s
+                growing_delay_s = max(least_delay_s, min(2 * delay_s, MAX_RETRY_DELAY_S))
             self._lose_at_any_cost(loss)
             await asyncio.sleep(delay_s)
-            delay_s = max(least_delay_s, min(2 * delay_s, MAX_RETRY_DELAY_S))
+
+    def _retry_delay_s(self) -> float:
+        """Returns seconds until the next attempt to form, after a loss of executors."""
+        if self.is_ready and self._stats.num_steps:
+            return 0.0
+        down_s = 0.0 if self.is_ready else self._clock() - self.lost_time
+        return min(max(RETRY_SHARE * down_s, MIN_RETRY_DELAY_S), self._settings.retry_delay_s)
 
     async def _run_epoch(self, scheduler: Scheduler) -> None:
         """Steps until an executor is lost."""
@@ -358,6 +370,7 @@ class Engine:
     # ---- epochs
 
     async def _form(self) -> Scheduler:
+        begun = self._clock()
         info = await self._executors.form()
         self._check_model(info.model)
         scheduler = Scheduler(
@@ -385,6 +398,8 @@ class Engine:
             dp_size=info.shape.dp_size,
             model=info.model.name,
             seconds_down=round(self._clock() - self.lost_time, 3),
+            seconds_waiting=round(begun - self.lost_time, 3),
+            seconds_forming=round(self._clock() - begun, 3),
         )
         self.on_change()
         return scheduler

@@ -34,10 +34,12 @@ def logs() -> Iterator[list[Any]]:
 
 
 @asynccontextmanager
-async def two_groups(*groups: Executors) -> AsyncIterator[tuple[Engines, list[Engine]]]:
+async def two_groups(
+    *groups: Executors, retry_delay_s: float = 0.01
+) -> AsyncIterator[tuple[Engines, list[Engine]]]:
     """Engines that run, whose requests go to another group at once when theirs is lost."""
     engines = Engines(Listeners(max_listeners=50), failover_after_s=0)
-    settings = EngineSettings(retry_delay_s=0.01, min_chunk_tokens=1)
+    settings = EngineSettings(retry_delay_s=retry_delay_s, min_chunk_tokens=1)
     by_group = [
         Engine(
             number,
@@ -190,6 +192,42 @@ async def test_an_answer_that_cannot_be_costs_its_group_and_no_request(
         peers[1, 0].answers, peers[1, 0].garbled = lambda response: [response], ()
         peers[1, 0].instance_id = "second"
         await until(lambda: lied_to.is_ready)
+
+
+# ---- when executors are looked for
+
+
+class Absent(FakeExecutors):
+    """Executors that take a while to come back; says when they were asked."""
+
+    def __init__(self) -> None:
+        super().__init__(make_shape(), random.Random(1))
+        self.asked: list[float] = []
+
+    async def form(self) -> GroupInfo:
+        self.asked.append(asyncio.get_running_loop().time())
+        return await super().form()
+
+
+@on_virtual_clock
+async def test_a_lost_group_is_looked_for_at_once_and_then_the_more_seldom_the_longer_it_is_down():
+    executors = Absent()
+    loop = asyncio.get_running_loop()
+    async with two_groups(executors, retry_delay_s=0.5) as (engines, [engine]):
+        await until(lambda: engine.is_ready)
+        await complete(engines, "r0", [1, 2, 3], 4)
+        executors.asked.clear()
+        lost = loop.time()
+        executors.kill(down_s=20.0)
+        await until(lambda: executors.num_epochs == 2)
+        waits = [after - before for before, after in itertools.pairwise(executors.asked)]
+
+    assert executors.asked[0] - lost < 0.001
+    assert waits[0] == pytest.approx(0.05, abs=0.001)
+    assert waits == pytest.approx(sorted(waits))
+    assert waits[-1] == pytest.approx(0.5, abs=0.001)
+    found = next(asked for asked in executors.asked if asked >= lost + 1.1)
+    assert found - lost < 1.1 * 1.12, "what looking for it later adds is a tenth"
 
 
 # ---- what nobody expected
