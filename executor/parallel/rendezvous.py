@@ -128,6 +128,7 @@ class RendezvousStore:
             except OSError:  # there are no more
                 return
             connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             caller = _Caller(connection, time.monotonic() + HELLO_TIMEOUT_S)
             self._strangers[caller] = None
             self._selector.register(connection, selectors.EVENT_READ, caller)
