@@ -325,6 +325,7 @@ class World:
             assert group.engine.measures.faults["unexpected"] == 0
             assert len(group.admission) == group.admission.num_tokens == 0
             assert group.engine.waiting.num_tokens == 0
+            assert all(flow.is_idle for _, flow in group.admission.line)
             scheduler = group.engine._scheduler
             if scheduler is None:  # forming again
                 continue
