@@ -14,6 +14,7 @@ from deploy.local.ports import held_port
 from protos import __version__
 from router.client import Chat, Client, Unavailable
 from tests.deploy.images import buildah, dockerfiles
+from tests.support.scraping import scrape_text
 
 IMAGES = ("lockstep-router", "lockstep-executor-cpu")
 
@@ -87,28 +88,23 @@ async def test_a_router_and_two_executors_answer_from_containers(
     built: dict[str, str], tmp_path: Path
 ) -> None:
     with ExitStack() as stack:
-        router, *executors = [f"127.0.0.1:{stack.enter_context(held_port())}" for _ in range(3)]
+        addresses = [f"127.0.0.1:{stack.enter_context(held_port())}" for _ in range(4)]
+        router, page, *executors = addresses
         for rank, address in enumerate(executors):
             args = ["--model", "/opt/demo_model", "--device", "cpu", "--listen", address]
             args += ["--dp-size", "2", "--dp-rank", str(rank), "--num-kv-blocks", "400"]
             log = tmp_path / f"executor{rank}"
             stack.enter_context(buildah.container(built["lockstep-executor-cpu"], *args, log=log))
-        args = [
-            "--listen",
-            router,
-            "--tokenizer",
-            "/opt/demo_model",
-            "--group",
-            ",".join(executors),
-        ]
+        args = ["--listen", router, "--metrics-listen", page, "--tokenizer", "/opt/demo_model"]
+        args += ["--group", ",".join(executors)]
         log = tmp_path / "router"
         stack.enter_context(buildah.container(built["lockstep-router"], *args, log=log))
         async with asyncio.timeout(120), Client(router) as client:
             while not await is_ready(client):
                 await asyncio.sleep(0.2)
-            chat = Chat(
-                messages=[{"role": "user", "content": "17+25="}]
-            )  # its template is a process
+            # The template of a chat is a process of its own.
+            chat = Chat(messages=[{"role": "user", "content": "17+25="}])
             for prompt in ("\n17+25=", chat):
                 completion = await client.complete(prompt, max_tokens=16)
                 assert completion.text.startswith("42")
+        assert "<html" in await scrape_text(page, "/")
