@@ -8,7 +8,7 @@ import json
 import random
 import re
 from collections.abc import Sequence
-from decimal import Decimal, localcontext
+from decimal import Decimal, InvalidOperation, localcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,7 +59,7 @@ class Constraint(NamedTuple):
         match self.kind:
             case "json_schema":
                 try:
-                    given, schema = (json.loads(t, parse_float=Decimal) for t in (text, self.text))
+                    given, schema = (json.loads(t, parse_float=_number) for t in (text, self.text))
                     with localcontext(prec=2000):  # multiples of long numbers
                         jsonschema.validate(given, schema, format_checker=_IS_FORMAT)
                 except (ValueError, jsonschema.ValidationError):
@@ -79,6 +79,13 @@ def is_beginning(grammar: str, token_ids: Sequence[int]) -> bool:
     """Returns whether an output of the demo model that was cut off may go on to keep to a grammar."""
     tokenizer = LLTokenizer(str(DEMO_MODEL / "tokenizer.json"), n_vocab=264, eos_token=[2])
     return bool(LLMatcher(tokenizer, grammar, log_level=0).consume_tokens(list(token_ids)))
+
+
+def _number(text: str) -> Decimal | float:
+    try:
+        return Decimal(text)
+    except InvalidOperation:  # an exponent beyond those that it has
+        return float(text)
 
 
 @cache

@@ -392,20 +392,19 @@ class Constraints:
             if self._matcher_of(row) is not None
         ]
         for node in range(1, 1 + tokens.shape[1]):
-            back = [
-                (path.matcher, place + path.nodes[-1])
-                for place, _, path, _ in live
-                if path.turn(node)
-            ]
-            self._compute(masks, back)
-            here = [each for each in live if each[2].go(node, self._end_ids)]
-            self._compute(masks, [(path.matcher, place + node) for place, _, path, _ in here])
-            for place, row, path, length in here:
-                self._trim(row, path.matcher, masks[place + node], length + len(path.nodes) - 1)
+            self._fill_ends(masks, [each for each in live if each[2].turn(node)])
+            self._fill_ends(masks, [each for each in live if each[2].go(node, self._end_ids)])
         for _, row, path, _ in live:
             path.leave()
             if self._is_broken(row):
                 self._rows[row].matcher, self._rows[row].is_renewed = None, False
+
+    def _fill_ends(self, masks: Masks, paths: list[tuple[int, int, DraftPath, int]]) -> None:
+        """Fills the masks of the nodes where paths end."""
+        at = [(path.matcher, place + path.nodes[-1]) for place, _, path, _ in paths]
+        self._compute(masks, at)
+        for (matcher, place), (_, row, path, length) in zip(at, paths, strict=True):
+            self._trim(row, matcher, masks[place], length + len(path.nodes) - 1)
 
     def _fill_free(
         self, masks: Masks, row: int, length: int, tokens: list[int], parents: list[int]

@@ -185,6 +185,15 @@ def test_each_draft_has_the_mask_that_its_path_leads_to(bytes_tokenizer: LLToken
     assert allowed(constraints) == ["$0123456789"]
 
 
+def test_below_min_tokens_no_node_of_a_tree_ends_an_output(bytes_tokenizer: LLTokenizer):
+    constraints = constraints_of(bytes_tokenizer, max_nodes=5)
+    least = {"suppressed_until": [12], "num_suppressed_ids": [1], "suppressed_ids": [EOS]}
+    start(constraints, {0: LLMatcher.grammar_from_regex("[01]{1,9}")}, **least)
+    tree = HostDrafts(np.array([ids("1010")]), np.array([[0, 1, 1, 3]]))
+    begin(constraints, [0], seq_len=10, drafts=lambda: tree)
+    assert allowed(constraints) == ["01", "01", "$01", "$01", "$01"]
+
+
 @pytest.mark.parametrize("behind", [[ids("c")[0]], [EOS]])
 def test_no_token_behind_drafts_that_lead_nowhere_is_delivered(behind: list[int]):
     constraints = constraints_of(tokenizer(EOS, without="b"), max_nodes=2)
@@ -283,10 +292,11 @@ def test_a_row_that_uses_up_automata_fails_by_itself(
     assert "too many states" in failures[0]
     for row in (1, 2):
         if row == 2:
-            start(constraints, {2: grammar})
+            start(constraints, {2: grammar})  # on new ones that others will share
         begin(constraints, [row])
         assert allowed(constraints) == ["abcdefghijklmnopqrstuvwxyz"]
         assert gain(constraints, [row], ids("a")) == {}
+    assert not constraints._rows[2].is_renewed
 
 
 def test_only_steps_that_need_a_grammar_wait_until_it_is_built(
