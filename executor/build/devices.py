@@ -118,15 +118,7 @@ class Device(ABC):
             scale: What scores are multiplied by; 1 / sqrt(width of a key) if None.
             layers: What layers do that others do not, by their number.
         """
-        keys = kv_pool.shape.parts[0]
-        return TorchAttention(
-            num_heads,
-            keys.num_heads,
-            keys.width,
-            scale=scale,
-            latent_dim=kv_pool.shape.latent_dim,
-            layers=layers,
-        )
+        return TorchAttention(num_heads, kv_pool.shape, scale=scale, layers=layers)
 
     def attention_lines(self) -> tuple[BudgetLine, ...]:
         """Returns what all attention made so far has allocated, for the budget's table."""

@@ -1,7 +1,6 @@
 """The attention backend of the CPU: one call of a kernel for each layer, or plain PyTorch."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import structlog
@@ -33,20 +32,12 @@ def cpu_attention(
     """
     keys, values = shape.parts[0], shape.value_width
     kernels = load() if keys.dtype is torch.bfloat16 else None
-    new: Callable[..., Attention] = TorchAttention
-    if kernels is not None and not (keys.width % _WIDTH_STEP or values % _WIDTH_STEP):
-        new = partial(CpuAttention, kernels)
-    elif kernels is not None:
+    if kernels is not None:
+        if not (keys.width % _WIDTH_STEP or values % _WIDTH_STEP):
+            return CpuAttention(kernels, num_heads, shape, scale=scale, layers=layers)
         problem = f"heads of {keys.width}, values of {values}: need multiples of {_WIDTH_STEP}"
         _LOG.warning("attention_without_kernel", problem=problem, running="plain PyTorch")
-    return new(
-        num_heads,
-        keys.num_heads,
-        keys.width,
-        scale=scale,
-        latent_dim=shape.latent_dim,
-        layers=layers,
-    )
+    return TorchAttention(num_heads, shape, scale=scale, layers=layers)
 
 
 class CpuAttention(TorchAttention):
@@ -57,22 +48,21 @@ class CpuAttention(TorchAttention):
 
     Args:
         kernels: From ``library.load``.
-        sizes, options: As ``TorchAttention`` takes them.
+        num_heads, shape, options: As ``TorchAttention`` takes them.
     """
 
     is_capturable = True
 
-    def __init__(self, kernels: Library, *sizes: int, **options: Any) -> None:
-        super().__init__(*sizes, **options)
+    def __init__(self, kernels: Library, num_heads: int, shape: KVShape, **options: Any) -> None:
+        super().__init__(num_heads, shape, **options)
         self._kernels = kernels
         self._layers = (*self._layers, PLAIN)  # the last: of those behind
-        num_heads, num_kv_heads, head_dim = sizes
         # What the kernel takes of each layer, and of the batch for each group of them.
         self._of_layers = []
         for layer in self._layers:
             sinks = None if layer.sinks is None else layer.sinks.float().contiguous()
             kind = self.value_width, layer.window or 0, sinks, self.scale
-            self._of_layers.append((num_heads, num_kv_heads, head_dim, *kind))
+            self._of_layers.append((num_heads, self.num_kv_heads, shape.parts[0].width, *kind))
         self._of_groups: dict[int, tuple[torch.Tensor | int | None, ...]] = {}
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, kv_pool: KVPool) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
-from executor.batch.kv_pool import KVPool
+from executor.batch.kv_pool import KVPool, KVShape
 from executor.model.layers.attention import PLAIN, LayerOptions
 
 _QUERY_TILE = 128  # queries whose scores are in memory at once
@@ -23,11 +23,8 @@ class TorchAttention:
 
     Args:
         num_heads: H.
-        num_kv_heads: N, a divisor of H.
-        head_dim: D.
+        shape: Of the KV pool, with N and D. Where it keeps latents, all heads share one.
         scale: What scores are multiplied by; 1 / sqrt(D) if None.
-        latent_dim: Columns of the one KV head that are its values; None: these are tensors of their
-            own, as wide as keys.
         layers: What layers do that others do not, by their number; those behind them are plain.
     """
 
@@ -36,18 +33,16 @@ class TorchAttention:
     def __init__(
         self,
         num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        shape: KVShape,
         *,
         scale: float | None = None,
-        latent_dim: int | None = None,
         layers: Sequence[LayerOptions] = (),
     ) -> None:
-        assert latent_dim is None or num_kv_heads == 1, "all heads share one latent"
-        self.num_kv_heads = num_kv_heads
-        self.group_size = num_heads // num_kv_heads
-        self.scale = head_dim**-0.5 if scale is None else scale
-        self.value_width = latent_dim or head_dim
+        keys = shape.parts[0]
+        self.num_kv_heads = keys.num_heads
+        self.group_size = num_heads // keys.num_heads
+        self.scale = keys.width**-0.5 if scale is None else scale
+        self.value_width = shape.value_width
         self._layers = tuple(layers)
         self._batch: ForwardBatch | None = None
         self._kv_pool: KVPool | None = None

@@ -62,13 +62,11 @@ NewAttention = Callable[[ModelSpec, KVPool], Attention]
 
 
 def torch_attention(config: ModelSpec, pool: KVPool) -> TorchAttention:
-    keys, windows = pool.shape.parts[0], windows_of(config)
+    windows = windows_of(config)
     return TorchAttention(
         attention_of(config).num_heads,
-        keys.num_heads,
-        keys.width,
+        pool.shape,
         scale=attention_of(config).scale,
-        latent_dim=pool.shape.latent_dim,
         layers=[LayerOptions(windows.get(layer)) for layer in range(len(config.layers))],
     )
 

@@ -50,8 +50,7 @@ class LatentTwins(Twins):
         )
 
     def authority(self) -> TorchAttention:
-        width = LATENT_DIM + ROPE_DIM
-        return TorchAttention(HEADS, 1, width, scale=SCALE, latent_dim=LATENT_DIM)
+        return TorchAttention(HEADS, self.theirs.shape, scale=SCALE)
 
     def heads(self, num_rows: int, seed: int = 0) -> torch.Tensor:
         generator = torch.Generator().manual_seed(num_rows + seed)

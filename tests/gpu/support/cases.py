@@ -61,11 +61,7 @@ def normal(*size: int, seed: int) -> torch.Tensor:
 
 def torch_attention(config: ModelSpec, pool: KVPool, sizes: Sizes) -> TorchAttention:
     """Returns the authority. One thread: pools of threads are for the CPU."""
-    return TorchAttention(
-        attention_of(config).num_heads,
-        attention_of(config).num_kv_heads,
-        attention_of(config).head_dim,
-    )
+    return TorchAttention(attention_of(config).num_heads, pool.shape)
 
 
 def flashinfer_attention(

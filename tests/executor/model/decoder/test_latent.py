@@ -128,13 +128,7 @@ class Executor:
             dtype=torch.float32,
         )
         self.pool = full_pool(shape, 2, MAX_LEN)
-        self.attention = TorchAttention(
-            self.layer.num_heads,
-            1,
-            self.layer.latent_width,
-            scale=spec.scale,
-            latent_dim=spec.kv_lora_rank,
-        )
+        self.attention = TorchAttention(self.layer.num_heads, shape, scale=spec.scale)
 
     def run(self, x: torch.Tensor, chunks: Sequence[int]) -> torch.Tensor:
         """Returns what attention adds to x [T, D] of row 1, so many tokens a pass."""

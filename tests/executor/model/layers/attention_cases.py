@@ -142,18 +142,8 @@ class Case:
     def attention(self, backend: str = "torch") -> Attention:
         if backend == "flashinfer":
             return self.flashinfer()
-        if backend == "cpu":
-            return cpu_attention(
-                self.num_heads, self.pool.shape, scale=self.scale, layers=self.layers
-            )
-        return TorchAttention(
-            self.num_heads,
-            self.kv_heads,
-            self.width,
-            scale=self.scale,
-            latent_dim=self.value_width if self.is_latent else None,
-            layers=self.layers,
-        )
+        new = cpu_attention if backend == "cpu" else TorchAttention
+        return new(self.num_heads, self.pool.shape, scale=self.scale, layers=self.layers)
 
     def flashinfer(
         self, workspace: AttentionWorkspace | None = None, triton: TritonOps | None = None

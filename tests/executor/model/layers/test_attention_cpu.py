@@ -66,7 +66,7 @@ def test_a_draft_that_reads_layers_without_windows_needs_no_slots_for_the_others
     attention = cpu_attention(case.num_heads, case.pool.shape, scale=case.scale)
     assert isinstance(attention, CpuAttention)
     attention.init_forward_metadata_out_graph(case.batch, case.pool)
-    plain = TorchAttention(case.num_heads, case.kv_heads, case.width, scale=case.scale)
+    plain = TorchAttention(case.num_heads, case.pool.shape, scale=case.scale)
     plain.init_forward_metadata_out_graph(case.batch, case.pool)
     for cache in case.caches:
         cache.normal_(generator=torch.manual_seed(0))

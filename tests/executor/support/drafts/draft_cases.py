@@ -221,8 +221,7 @@ class DraftCase:
     ) -> Attention:
         if self._new_attention is not None and graphs[0].sizes:
             return self._new_attention(num_heads, pool, graphs)
-        keys = pool.shape.parts[0]
-        return TorchAttention(num_heads, keys.num_heads, keys.width)
+        return TorchAttention(num_heads, pool.shape)
 
     # ---- batches
 

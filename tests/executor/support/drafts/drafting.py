@@ -54,14 +54,8 @@ class DraftRank:
         if shape is not None:
             self.pool = self.target.pool.sibling(shape)
         attention = attention_of(self.config.layers)
-        shape = self.pool.shape
-        self._attention = TorchAttention(
-            len(attention_share(attention, topology).q_heads),
-            shape.parts[0].num_heads,
-            shape.parts[0].width,
-            scale=attention.scale,
-            latent_dim=shape.latent_dim,
-        )
+        num_heads = len(attention_share(attention, topology).q_heads)
+        self._attention = TorchAttention(num_heads, self.pool.shape, scale=attention.scale)
         self.num_drafted = [[0] * self.pool.num_rows for _ in range(self.model.num_layers)]
 
     def step(
