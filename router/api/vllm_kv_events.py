@@ -173,7 +173,7 @@ class BlockFeed:
             if log is not None:
                 self.flush()
                 subscriber.ranks.add(rank)  # it gets the rank's events from now on
-                parts = _pack(log.runs(subscriber.salt))
+                parts = _pack(log.runs(subscriber.salt)) or [[]]
                 first = self._numbers[rank, subscriber.salt] - len(parts) + 1
                 chunks += [(rank, number, part) for number, part in enumerate(parts, first)]
                 await asyncio.sleep(0)  # the engines go on between two ranks

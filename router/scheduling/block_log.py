@@ -116,25 +116,36 @@ class BlockLog:
     def runs(self, salt: bytes) -> list[BlockRun]:
         """Returns all named blocks of a salt; none stands before the one that it follows."""
         parts: list[BlockRun] = []
+        seen: set[bytes] = set()
         for run in self._runs:
             if run.salt == salt:
-                blocks = map(self._block_of.get, run.names[1:])
-                parts += run.parts([a == b for a, b in zip(blocks, run.block_ids, strict=True)])
+                ids = run.block_ids.tolist()
+                is_in = [self._is_in(*pair, seen) for pair in zip(run.names[1:], ids, strict=True)]
+                parts += run.parts(is_in)
         return sorted(parts, key=lambda run: run.place)
+
+    def _is_in(self, name: bytes, block_id: int, seen: set[bytes]) -> bool:
+        """Whether a block of a run still has its name, and no other run has both; notes it as seen.
+
+        A name that was forgotten may have come to the same block again.
+        """
+        if self._block_of.get(name) != block_id or name in seen:
+            return False
+        seen.add(name)
+        return True
 
     def _sweep(self) -> None:
         """Drops what is not in the cache. Of one run, a block is never evicted before a later one."""
-        block_of, runs = self._block_of, []
-        for run in self._runs:
-            names, ids = run.names, run.block_ids
-
-            def is_gone(index: int, names: list[bytes] = names, ids: Int32Array = ids) -> bool:
-                return block_of.get(names[index + 1]) != int(ids[index])
-
-            if not is_gone(0):
-                num_left = bisect_left(range(len(ids)), True, key=is_gone)
+        block_of, runs, seen = self._block_of, list[BlockRun](), set[bytes]()
+        for run in reversed(self._runs):
+            names, ids = run.names[1:], run.block_ids.tolist()
+            if self._is_in(names[0], ids[0], seen):
+                pairs = list(zip(names, ids, strict=True))
+                num_left = bisect_left(
+                    pairs, True, key=lambda pair: block_of.get(pair[0]) != pair[1]
+                )
                 if num_left < len(ids):
                     run = run.part(0, num_left)
                     run = run._replace(tokens=run.tokens.copy())
                 runs.append(run)
-        self._runs, self._num_held = runs, sum(len(run.block_ids) for run in runs)
+        self._runs, self._num_held = runs[::-1], sum(len(run.block_ids) for run in runs)

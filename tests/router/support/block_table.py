@@ -21,15 +21,18 @@ class BlockTable:
         self.ranks: dict[int, dict[int, tuple[int | None, tuple[int, ...]]]] = {}
         self.num_chunks_left: int | None = None
         self._cursors: dict[int, int] = {}
+        self._missed: set[int] = set()  # in a snapshot, blocks that others were said to follow
 
     def apply(self, batch: Any) -> None:
         """Takes a batch, whose number and events must fit what came before."""
         rank, number = batch.dp_rank, batch.sequence_number
-        if batch.HasField("snapshot"):
+        self._is_snapshot = batch.HasField("snapshot")
+        if self._is_snapshot:
             if batch.snapshot.index == 0:
                 assert batch.events[0].WhichOneof("data") == "cleared"
                 self.num_chunks_left = batch.snapshot.count
                 self._cursors.clear()
+                self._missed.clear()
             assert self.num_chunks_left is not None
             self.num_chunks_left -= 1
             assert batch.snapshot.index == batch.snapshot.count - self.num_chunks_left - 1
@@ -54,6 +57,9 @@ class BlockTable:
                 for block in stored.blocks:
                     assert block.block_size == len(block.token_ids)
                     assert block.block_hash not in blocks
+                    assert not (self._is_snapshot and block.block_hash in self._missed)
+                    if before is not None and before not in blocks:
+                        self._missed.add(before)
                     blocks[block.block_hash] = before, tuple(block.token_ids)
                     before = block.block_hash
 
