@@ -170,9 +170,9 @@ class Scheduler:
         if table.has_windows:
             self._blocks.give_back(plan, new.has_token)
         self._free_left_rows()
-        self._measures.costs.add(plan, result)
+        price = self._measures.costs.add(plan, result)
         if is_speculative:
-            self.gate.add(len(new.rows), new.num_kept)
+            self.gate.add(len(new.rows), new.num_kept, price)
             # What one step gives a sequence comes together: no time passes between its tokens.
             num_more = new.num_kept - num_dropped - len(new.rows)
             self._measures.inter_token_s.observe(0.0, num_more)

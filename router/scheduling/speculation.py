@@ -83,8 +83,9 @@ class DraftSettings:
     min_tokens_per_draft_step: float = setting(
         1.5, at_least(1, ", the token that each sequence gains in any step")
     )
-    """Tokens that a sequence must gain in a speculative step, on average; below, a group decodes
-    plainly for some hundred steps before it tries again. 1 never gives up."""
+    """Tokens that a sequence must gain in a speculative step, on average, until both kinds of step have
+    been timed; from then on, as many as such a step takes longer. Below, a group decodes plainly for
+    some hundred steps before it tries again. 1 never gives up."""
     prompt_steps_between_drafts: int = setting(2, at_least(1))
     """While prompts wait, steps that run some of them between two that are speculative and run
     none. More of them: prompts begin their answers sooner, and answers come slower. 1000000 lets
@@ -121,6 +122,7 @@ class DraftGate:
         self._num_measured = 0  # steps behind the sums
         self._num_rows = 0.0  # sums over steps, old ones weighing less and less
         self._num_tokens = 0.0
+        self._price = 0.0  # sum over their rows of what they took over what plain steps would
 
     def wants_drafts(self) -> bool:
         """Whether the step that is planned now drafts. Call it once for each that could."""
@@ -128,20 +130,28 @@ class DraftGate:
             self._num_paused += 1
             if self._num_paused > PAUSE_STEPS:
                 self.state, self._num_measured = GateState.DRAFTING, 0
-                self._num_rows = self._num_tokens = 0.0
+                self._num_rows = self._num_tokens = self._price = 0.0
         return self.state is GateState.DRAFTING
 
-    def add(self, num_rows: int, num_tokens: int) -> None:
-        """Takes what a speculative step gave: tokens gained by all of its rows, at least one each."""
+    def add(self, num_rows: int, num_tokens: int, price: float | None = None) -> None:
+        """Takes what a speculative step gave.
+
+        Args:
+            num_rows: That gained tokens.
+            num_tokens: Of all of them, at least one each.
+            price: What the step took over what one without drafts would have; None: not known.
+        """
         if num_rows == 0:
             return
         self._num_measured += 1
         self._num_rows += num_rows - FORGET * self._num_rows
         self._num_tokens += num_tokens - FORGET * self._num_tokens
-        if self.state is GateState.DRAFTING and self._num_measured >= PROBE_STEPS:
-            mean = self._num_tokens / self._num_rows
-            if mean < self.settings.min_tokens_per_draft_step:
-                self.state, self._num_paused = GateState.PAUSED, 0
+        least = self.settings.min_tokens_per_draft_step
+        needed = least if price is None or least == 1 else price
+        self._price += num_rows * needed - FORGET * self._price
+        is_judged = self.state is GateState.DRAFTING and self._num_measured >= PROBE_STEPS
+        if is_judged and self._num_tokens < self._price:
+            self.state, self._num_paused = GateState.PAUSED, 0
 
     @property
     def tokens_per_step(self) -> float | None:

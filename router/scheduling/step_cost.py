@@ -13,7 +13,6 @@ Steps that draft run a second model, too: they have coefficients of their own (`
 
 from collections.abc import Hashable
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -75,6 +74,15 @@ class StepCost:
     def predict(self, plan: StepPlan) -> float:
         """Returns the seconds that a step should take, without the margin."""
         return float(self._features(plan) @ self._used)
+
+    def predict_decodes(self, plan: StepPlan) -> float:
+        """Returns the seconds that a speculative step's rows would take without drafts."""
+        agreement, rows = plan.agreement, [len(batch.rows) for batch in plan.batches]
+        most, mean = max(rows), sum(rows) / len(rows)
+        if agreement.padding_mode is PaddingMode.MAX_LEN:
+            mean = most = max(most, agreement.graph_size or 0)
+        features = np.array((1.0, 0.0, most, mean, int(plan.kv_tokens.max()), 0.0))
+        return float(features * SCALES @ self._used)
 
     def add(self, plan: StepPlan, seconds: float) -> None:
         """Learns from a step that took so long."""
@@ -154,8 +162,15 @@ class StepCosts:
     def of(self, plan: StepPlan) -> StepCost:
         return self.drafting if plan.agreement.num_draft_tokens else self.plain
 
-    def add(self, plan: StepPlan, result: StepResult) -> None:
-        """Learns from an answered step; its slowest executor's time counts."""
-        forward_ns: Any = max(map(_FORWARD_NS, result))
-        if forward_ns > 0:
-            self.of(plan).add(plan, forward_ns * 1e-9)
+    def add(self, plan: StepPlan, result: StepResult) -> float | None:
+        """Learns from an answered step; its slowest executor's time counts.
+
+        Returns, of a speculative one, what it took over what plain decodes would; None: not known.
+        """
+        seconds: float = max(map(_FORWARD_NS, result)) * 1e-9
+        if seconds <= 0:
+            return None
+        self.of(plan).add(plan, seconds)
+        if not plan.agreement.num_draft_tokens or not self.plain.is_known:
+            return None
+        return seconds / self.plain.predict_decodes(plan)

@@ -91,6 +91,15 @@ def test_a_step_counts_for_as_many_rows_as_it_has() -> None:
     assert gate.state is GateState.PAUSED
 
 
+@pytest.mark.parametrize(("price", "pays"), [(1.9, True), (2.1, False)])
+def test_once_steps_are_timed_drafts_pay_by_what_they_take(price: float, pays: bool) -> None:
+    for least, is_heard in ((1.5, True), (3.0, True), (1.0, False)):
+        gate = gate_of(least)
+        for _ in range(2 * PROBE_STEPS):
+            gate.add(8, 16, price)
+        assert (gate.state is GateState.DRAFTING) == (pays or not is_heard)
+
+
 def test_traffic_that_changes_is_noticed() -> None:
     gate = gate_of()
     for _ in range(1000):

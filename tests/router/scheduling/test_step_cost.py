@@ -2,11 +2,20 @@
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from router.scheduling.step import Agreement, PaddingMode, StepPlan
+from router.scheduling.step import (
+    NO_INTS,
+    Agreement,
+    BatchMode,
+    PaddingMode,
+    RankBatch,
+    RankResult,
+    StepPlan,
+)
 from router.scheduling.step_cost import KNOWN_STEPS, PARTS, SCALES, START, StepCost, StepCosts
 
 # 30B-A3B on H200: ms of a step, and of one with prompts; us of a token; ns of KV and of a pair.
@@ -133,3 +142,18 @@ def test_an_epoch_of_the_same_kind_keeps_what_is_known() -> None:
     costs.begin_epoch("r1")
     assert not costs.plain.is_known
     assert costs.plain.coefficients() != known
+
+
+def test_a_speculative_step_is_priced_by_what_its_rows_would_take_without_drafts() -> None:
+    costs, rng = StepCosts(), random.Random(0)
+    rows = [20, 40, *[10] * (NUM_RANKS - 2)]
+    plain = step(rows, [50_000] * NUM_RANKS, None)
+    agreement = replace(plain.agreement, num_draft_tokens=4, graph_size=40)
+    parts = [np.arange(num, dtype=np.int32) for num in rows]
+    batches = tuple(RankBatch(BatchMode.DECODE, part, part) for part in parts)
+    drafted = replace(plain, agreement=agreement, batches=batches)
+    answer = RankResult(NO_INTS, forward_ns=int(3 * seconds(plain) * 1e9))
+    assert costs.add(drafted, (answer,)) is None
+    learn(costs.plain, rng, 600)
+    assert costs.add(drafted, (answer,)) == pytest.approx(3, rel=0.05)
+    assert costs.add(plain, (answer,)) is None
