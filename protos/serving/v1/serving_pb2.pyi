@@ -176,9 +176,9 @@ class GenerateRequest(_message.Message):
     i samples with a seed derived from `seed` and i.
     """
     priority: _builtins.int
-    """Requests of higher priority are scheduled first and preempted last, but none waits for ever:
-    a level is worth some seconds of waiting, as the operator sets it. From -100 to 100, or to less
-    where the operator says so.
+    """Of a caller's requests, those of higher priority are scheduled first and preempted last, but none
+    waits for ever: a level is worth some seconds of waiting, as the operator sets it. From -100 to
+    100, or to less where the operator says so.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
