@@ -12,7 +12,7 @@ from protos.transport.addresses import is_loopback
 from protos.transport.port import ServiceConfig
 
 DEFAULT_MAX_MODEL_LEN = 32768  # a checkpoint may claim a million tokens, whose KV fits nowhere
-SEQUENCE_BYTES = 16384  # of a step, besides ids of tokens and blocks: biases, mostly
+SEQUENCE_BYTES = 24576  # of a step, besides ids of tokens and blocks: biases, banned sequences
 WILDCARD_HOSTS = ("0.0.0.0", "[::]")
 CHECKPOINT = folder_with("config.json")
 

@@ -30,7 +30,13 @@ from executor.budget.speculation import SpeculationPlan
 from executor.budget.token_budget import TokenBudget
 from executor.errors import InvalidStep
 from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
-from protos.executor.sampling_fields import FLOAT32, SAMPLING_FIELDS, SEED
+from protos.executor.sampling_fields import (
+    FLOAT32,
+    MAX_BANNED,
+    MAX_BANNED_LEN,
+    SAMPLING_FIELDS,
+    SEED,
+)
 from protos.executor.v1 import executor_pb2 as pb
 
 NO_GRAPHS = GraphSizes()
@@ -154,6 +160,13 @@ _STARTS = (
     Column("num_begin_ids", default=0),
     Column("begin_ids", length="num_begin_ids", most="token_id"),
 )
+_RARE_STARTS = (
+    Column("num_allowed_ids", default=0),
+    Column("allowed_ids", length="num_allowed_ids", most="token_id"),
+    Column("num_banned", most=MAX_BANNED, default=0),
+    Column("banned_lens", length="num_banned", least=2, most=MAX_BANNED_LEN),
+    Column("banned_ids", length="banned_lens", most="token_id"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,6 +180,8 @@ class RowStarts:
         grammars: Each once.
         grammar_of: [A] 1 and up: the grammar of each row; 0: it has none.
         num_begin_ids: [A] entries of each row in begin_ids, behind which its grammar begins.
+        num_allowed_ids: [A] as above; 0: all tokens are allowed.
+        num_banned: [A] sequences that each row shall not have; banned_lens has their lengths.
     """
 
     rows: Int64Array
@@ -187,6 +202,11 @@ class RowStarts:
     grammar_of: Int64Array
     num_begin_ids: Int64Array
     begin_ids: Int64Array
+    num_allowed_ids: Int64Array
+    allowed_ids: Int64Array
+    num_banned: Int64Array
+    banned_lens: Int64Array
+    banned_ids: Int64Array
 
     @property
     def is_penalized(self) -> BoolArray:
@@ -211,6 +231,12 @@ def read_starts(message: pb.RowStarts, limits: StepLimits) -> RowStarts:
     read = ColumnReader(message, "ranks[0].starts", _STARTS, limits.bounds)
     check_unique(read, "rows")
     columns = read.columns
+    if any(getattr(message, column.name) for column in _RARE_STARTS):
+        for column in _RARE_STARTS:
+            columns[column.name] = read.read(column)
+    else:  # hardly ever is there one
+        zeros = np.zeros_like(columns["rows"])
+        columns |= {c.name: zeros if c.length == "rows" else zeros[:0] for c in _RARE_STARTS}
     parameters = np.zeros(len(columns["rows"]), PARAMETERS)
     for field in (SEED, *SAMPLING_FIELDS):
         if not getattr(message, field.name):

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 INT32 = np.dtype("<i4")
 UINT64 = np.dtype("<u8")
 FLOAT32 = np.dtype("<f4")
+
+MAX_BANNED = 192  # sequences of tokens that a row shall not have
+MAX_BANNED_LEN = 8  # tokens of one
+BAN = -1e9  # is added to a banned token's logit: it comes only where no other can
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +47,10 @@ class SamplingField:
         low = f"above {self.low:g} and at most" if self.is_above else f"from {self.low:g} to"
         return f"{low} {self.high:g}"
 
-    def contains(self, values: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-        """Returns which values are in range. NaN is not."""
-        is_enough = (
-            np.greater(values, self.low) if self.is_above else np.greater_equal(values, self.low)
-        )
-        return is_enough & np.less_equal(values, self.high)
+    def contains(self, values: Any) -> Any:
+        """Returns whether a number, or which of an array, is in range. NaN is not."""
+        is_enough = values > self.low if self.is_above else values >= self.low
+        return is_enough & (values <= self.high)
 
 
 SAMPLING_FIELDS = (

@@ -9,11 +9,12 @@ import math
 import random
 import re
 import uuid
+from dataclasses import replace
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 
-from protos.executor.sampling_fields import SAMPLING_FIELDS
+from protos.executor.sampling_fields import BAN, MAX_BANNED_LEN, SAMPLING_FIELDS
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError, duration, quoted
 from protos.transport.interceptors import Caller
@@ -43,9 +44,13 @@ MAX_LOGIT_BIAS = 100.0
 MAX_STOP_TOKEN_IDS = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LEN = 256
+MAX_ALLOWED_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 64  # of either kind; of a text there are two sequences of tokens
+MAX_BAD_WORD_LEN = 64
 MAX_TOP_LOGPROBS = 20
 MIN_TEMPERATURE = 1e-5  # dividing logits by less overflows float32; below it is greedy anyway
 
+_SAMPLING = {field.name: field for field in SAMPLING_FIELDS}
 _FINISH_REASONS = {
     FinishReason.STOP: serving_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: serving_pb2.FINISH_REASON_LENGTH,
@@ -117,9 +122,11 @@ async def read_request(
     _check_range("n", message.n, 0, MAX_N)
     _check_range("priority", message.priority, MIN_PRIORITY, settings.max_priority_of(caller))
     timeout_s = _read_timeout(message, call_timeout_s)
-    sampling = _read_sampling(message.sampling, model)
+    sampling = _read_sampling(message, model)
     output = _read_output(message, tokenizer)
     _check_stop(message.stop, model, tokenizer)  # before a prompt is encoded in vain
+    if message.HasField("vocabulary"):
+        sampling = await _read_vocabulary(message, sampling, model, tokenizer)
     grammar = await read_constraint(message, model)
     grammar_after = read_after(message.constraint, model, tokenizer)
     prompt = await read_prompt(message, model, tokenizer)
@@ -179,11 +186,14 @@ def _read_timeout(
     return timeout_s if call_timeout_s is None else min(timeout_s, call_timeout_s)
 
 
-def _read_sampling(message: serving_pb2.SamplingParams, model: ServedModel) -> SamplingParams:
+def _read_sampling(request: serving_pb2.GenerateRequest, model: ServedModel) -> SamplingParams:
     values: dict[str, float] = {}
-    for field in SAMPLING_FIELDS:
-        value: float = getattr(message, field.name)
-        if not message.HasField(field.name) or value == field.default:  # type: ignore[arg-type]
+    if not request.HasField("sampling"):
+        return SamplingParams(values, seed=random.getrandbits(64))
+    message = request.sampling
+    for descriptor, value in message.ListFields():
+        field = _SAMPLING.get(descriptor.name)
+        if field is None or value == field.default:
             continue
         if not field.contains(value):
             raise InvalidRequest(
@@ -199,7 +209,7 @@ def _read_sampling(message: serving_pb2.SamplingParams, model: ServedModel) -> S
         del values["top_k"]
     return SamplingParams(
         values=values,
-        logit_bias=_read_logit_bias(message, model),
+        logit_bias=_read_logit_bias(message, model) if message.logit_bias else (),
         seed=message.seed if message.HasField("seed") else random.getrandbits(64),
     )
 
@@ -220,6 +230,72 @@ def _read_logit_bias(
                 limit=f"{math.copysign(MAX_LOGIT_BIAS, bias):g}",
             )
     return tuple(biases)
+
+
+async def _read_vocabulary(
+    message: serving_pb2.GenerateRequest,
+    sampling: SamplingParams,
+    model: ServedModel,
+    tokenizer: Tokenizer | None,
+) -> SamplingParams:
+    """Returns the parameters with what a request's vocabulary adds to them."""
+    vocabulary = message.vocabulary
+    field, allowed = "vocabulary.allowed_token_ids", dict.fromkeys(vocabulary.allowed_token_ids)
+    _check_count(field, len(vocabulary.allowed_token_ids), MAX_ALLOWED_TOKEN_IDS)
+    for index, token_id in enumerate(vocabulary.allowed_token_ids):
+        check_token_id(f"{field}[{index}]", token_id, model)
+    if allowed and message.HasField("constraint"):
+        raise InvalidRequest(field, "a constraint says which tokens may come; leave one out")
+    words = await _read_bad_words(vocabulary, model, tokenizer)
+    banned = {word[0] for word in words if len(word) == 1}
+    ends = set(message.stop.stop_token_ids)
+    ends |= set(() if message.stop.ignore_eos else model.eos_token_ids)
+    if allowed and banned.issuperset(allowed):
+        raise InvalidRequest(field, "each of them is a bad word; allow others")
+    if allowed and message.stop.min_tokens and ends.issuperset(allowed):
+        problem = "each of them would end the output, which min_tokens forbids; allow others"
+        raise InvalidRequest(field, problem)
+    biases = dict(sampling.logit_bias)
+    biases |= {token_id: biases.get(token_id, 0.0) + BAN for token_id in banned}
+    return replace(
+        sampling,
+        logit_bias=tuple(sorted(biases.items())),
+        allowed_ids=tuple(allowed),
+        banned=tuple(dict.fromkeys(word for word in words if len(word) > 1)),
+    )
+
+
+async def _read_bad_words(
+    vocabulary: serving_pb2.Vocabulary, model: ServedModel, tokenizer: Tokenizer | None
+) -> list[tuple[int, ...]]:
+    """Returns the tokens of each bad word; of a text, also as it is behind a space."""
+    found = []
+    for name in ("bad_words", "bad_token_ids"):
+        _check_count(f"vocabulary.{name}", len(getattr(vocabulary, name)), MAX_BAD_WORDS)
+    if texts := list(vocabulary.bad_words):
+        if tokenizer is None:
+            problem = f"{NO_TOKENIZER}; send bad_token_ids"
+            raise InvalidRequest("vocabulary.bad_words", problem)
+        for index, text in enumerate(texts):
+            _check_range(f"vocabulary.bad_words[{index}]", len(text), 1, MAX_BAD_WORD_LEN)
+        spaced = [text if text.startswith(" ") else f" {text}" for text in texts]
+        words = await asyncio.to_thread(tokenizer.encode_words, texts + spaced)
+        found += [
+            (f"vocabulary.bad_words[{index % len(texts)}]", word)
+            for index, word in enumerate(words)
+        ]
+    for index, each in enumerate(vocabulary.bad_token_ids):
+        found.append((f"vocabulary.bad_token_ids[{index}]", tuple(each.ids)))
+    for field, word in found:
+        if not 1 <= len(word) <= MAX_BANNED_LEN:
+            raise InvalidRequest(
+                field,
+                f"{len(word)} tokens are not from 1 to {MAX_BANNED_LEN}",
+                value=len(word),
+                limit=MAX_BANNED_LEN if word else 1,
+            )
+        check_token_id(field, max(word), model)
+    return [word for _, word in found]
 
 
 def _check_stop(

@@ -289,6 +289,11 @@ class Tokenizer:
         )
         return np.array(encoding.ids, dtype=np.int32)
 
+    def encode_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """Returns the tokens of texts that stand somewhere in another, without special ones."""
+        encodings = self._tokenizer.encode_batch_fast(list(words), add_special_tokens=False)
+        return [tuple(encoding.ids) for encoding in encodings]
+
     def decode(self, token_ids: Sequence[int], *, skips_special: bool = True) -> str:
         """Returns the text of all tokens of an output."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skips_special)

@@ -67,6 +67,10 @@ class Options(TypedDict, total=False):
     choices: Sequence[str]
     after_token_ids: Sequence[int]
     after_reasoning: bool
+    # Vocabulary
+    allowed_token_ids: Sequence[int]
+    bad_words: Sequence[str]
+    bad_token_ids: Sequence[Sequence[int]]
     # OutputOptions
     text: bool
     logprobs: bool
@@ -209,6 +213,7 @@ _PARTS = {  # of a GenerateRequest, and the options that go there
     "sampling": serving_pb2.SamplingParams.DESCRIPTOR.fields_by_name,
     "stop": serving_pb2.StopConditions.DESCRIPTOR.fields_by_name,
     "constraint": serving_pb2.Constraint.DESCRIPTOR.fields_by_name,
+    "vocabulary": serving_pb2.Vocabulary.DESCRIPTOR.fields_by_name,
     "output": serving_pb2.OutputOptions.DESCRIPTOR.fields_by_name,
 }
 
@@ -231,6 +236,8 @@ def to_request(prompt: Prompt, options: Options) -> serving_pb2.GenerateRequest:
     """Raises ValueError or TypeError for an option that does not exist or cannot be sent."""
     fields: dict[str, Any] = {}
     given = dict(options)
+    if "bad_token_ids" in given:
+        given["bad_token_ids"] = [{"ids": ids} for ids in options["bad_token_ids"]]
     if "choices" in given:
         given["choices"] = {"values": given["choices"]}
     if "json_object" in given and given.pop("json_object"):

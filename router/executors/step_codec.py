@@ -141,17 +141,24 @@ def encode_starts(columns: pb.RowStarts, starts: Sequence[RowStart]) -> None:
         columns.grammar_of = _bytes([numbers[r.grammar] for r in requests], np.int32)
         if any(r.grammar_after for r in requests):
             columns.num_begin_ids, columns.begin_ids = _ragged([r.grammar_after for r in requests])
-    if any(params.has_output_penalty for params in sampling):
+    if any(params.allowed_ids for params in sampling):
+        allowed = [params.allowed_ids for params in sampling]
+        columns.num_allowed_ids, columns.allowed_ids = _ragged(allowed)
+    if any(params.banned for params in sampling):
+        columns.num_banned = _column([len(params.banned) for params in sampling], np.int32)
+        sequences = [ids for params in sampling for ids in params.banned]
+        columns.banned_lens, columns.banned_ids = _ragged(sequences)
+    if any(params.sees_output for params in sampling):
         prompts = [r.prompt.tolist() if r.sampling.has_prompt_penalty else [] for r in requests]
         columns.num_prompt_ids, columns.prompt_ids = _ragged(prompts)
-    if any(r.grammar or r.sampling.has_output_penalty for r in requests):
+    if any(r.grammar or r.sampling.sees_output for r in requests):
         columns.num_output_ids, columns.output_ids = _ragged([_known_output(s) for s in starts])
 
 
 def _known_output(start: RowStart) -> Sequence[int]:
     """Returns the output so far of a sequence whose next token depends on all of it."""
     sequence = start.sequence
-    if not (sequence.request.grammar or sequence.request.sampling.has_output_penalty):
+    if not (sequence.request.grammar or sequence.request.sampling.sees_output):
         return ()
     output: list[int] = sequence.tokens[sequence.num_prompt_tokens : sequence.num_tokens].tolist()
     return output

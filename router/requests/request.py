@@ -52,19 +52,23 @@ class SamplingParams:
         values: Numbers by their names in SAMPLING_FIELDS, without the defaults.
         logit_bias: Pairs of token id and shift.
         seed: Of continuation 0; drawn at random if the client gave none.
+        allowed_ids: Tokens that can be sampled; empty: all.
+        banned: Sequences of two tokens and more that the output shall not have.
     """
 
     values: Mapping[str, float] = field(default_factory=dict)
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
+    allowed_ids: tuple[int, ...] = ()
+    banned: tuple[tuple[int, ...], ...] = ()
 
     def __getitem__(self, name: str) -> float:
         return self.values.get(name, _DEFAULTS[name])
 
     @property
-    def has_output_penalty(self) -> bool:
+    def sees_output(self) -> bool:
         """Whether sampling depends on the tokens sampled before."""
-        return not _PENALTIES.isdisjoint(self.values)
+        return bool(self.banned) or not _PENALTIES.isdisjoint(self.values)
 
     @property
     def has_prompt_penalty(self) -> bool:

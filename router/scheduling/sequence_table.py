@@ -110,7 +110,7 @@ class SequenceTable:
         is_inspected: bool [R], each of its tokens is looked at in Python: stop strings,
             many stop tokens.
         takes_drafts: bool [R], it may gain several tokens in a step. Not so where the executor
-            needs more than a length for the next one: penalties, log probabilities.
+            needs more than a length for the next one: penalties, bans, log probabilities.
         num_drafts: int64 [R], drafts of its steps that could have been accepted.
         num_accepted: int64 [R], drafts of its steps that were accepted.
         scores_output: bool [R], the executor returns log probabilities of its output.
@@ -278,9 +278,7 @@ class SequenceTable:
             self.num_stop_ids = max(self.num_stop_ids, len(stop.stop_token_ids))
             self.stop_ids[: len(stop.stop_token_ids), row] = stop.stop_token_ids
         self.scores_output[row] = request.output.logprobs
-        self.takes_drafts[row] = not (
-            request.output.logprobs or request.sampling.has_output_penalty
-        )
+        self.takes_drafts[row] = not (request.output.logprobs or request.sampling.sees_output)
         self.num_drafts[row] = sequence.progress.num_drafts
         self.num_accepted[row] = sequence.progress.num_accepted_drafts
         self.scores_prompt[row] = sequence.needs_prompt_logprobs

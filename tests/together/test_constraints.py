@@ -15,7 +15,6 @@ import pytest
 from router.api.constraints import try_build
 from router.errors import ConstraintFailed
 from router.requests.request import FinishReason, SamplingParams
-from router.scheduling.speculation import NO_DRAFTS, DraftCounts
 from tests.support.constraints import Constraint, is_beginning, random_constraint
 from tests.support.paths import DEMO_MODEL
 from tests.support.random_model import save_random_model
@@ -24,6 +23,7 @@ from tests.together.speculation.speculative_cell import (
     Answer,
     Ask,
     Cell,
+    LosingRouter,
     Router,
     cell_of,
     demo_prompts,
@@ -136,19 +136,6 @@ def served(
 
 def test_every_answer_is_valid_against_its_constraint(served: Served):
     expect_constrained(served.cases, served.answers)
-
-
-class LosingRouter(Router):
-    """Loses an executor every few steps, with two in flight."""
-
-    num_lost = 0
-
-    def commit(self) -> DraftCounts:
-        if len(self.widths) < 15 * (self.num_lost + 1):
-            return super().commit()
-        self.lose()
-        self.num_lost += 1
-        return NO_DRAFTS
 
 
 def test_executors_that_are_lost_change_no_answer(served: Served):

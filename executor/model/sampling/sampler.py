@@ -1,9 +1,9 @@
 """Sampler: token ids from logits, with the parameters and the seen tokens of each row.
 
     logits [S, V] ─┬─ argmax ───────────────────────────────────────────────▶ plain rows
-                   └─ penalties, biases, suppression, constraints ─┬─ argmax ──▶ greedy rows
-                                                                   └─ temperature,
-                                                                      filters, draw ─▶ sampling rows
+                   └─ penalties, biases, bans, suppression, constraints ─┬─ argmax ──▶ greedy rows
+                                                                         └─ temperature,
+                                                                            filters, draw ─▶ sampling rows
 
 Rows go only through the stages that they ask for: a greedy batch is one argmax. The host knows which
 rows these are, so nothing waits for the device: what every step needs there comes staged, and the
@@ -22,6 +22,7 @@ from executor.batch.columns import BoolArray, Int64Array
 from executor.batch.read_step import PARAMETER_WIDTH, PARAMETERS, RowStarts
 from executor.batch.staging import to_device
 from executor.model.cpu_kernels.library import by_row, load
+from executor.model.sampling.banned import BannedSequences
 from executor.model.sampling.constraints import Constraints
 from executor.model.sampling.fixed_shape import Draws, Filters, sample_rows
 from executor.model.sampling.logits import (
@@ -40,9 +41,9 @@ from executor.model.sampling.logits import (
 PICK_WIDTH = 128
 
 # Stages of a row, in one byte: its edits, and how its token is drawn, where it is not the likeliest.
-PENALIZED, BIASED, SUPPRESSED, CONSTRAINED = 1, 2, 4, 32
+PENALIZED, BIASED, SUPPRESSED, CONSTRAINED, BANNED = 1, 2, 4, 32, 64
 GREEDY, DRAW_ANY, DRAW_PICKED, DRAW_SORTED = 0, 8, 16, 24
-EDITS, DRAWS = 39, 24
+EDITS, DRAWS = 103, 24
 Stages = npt.NDArray[np.uint8]
 
 
@@ -101,6 +102,7 @@ class Sampler:
         self._suppressed = state(vocab_size, dtype=torch.bool)
         self._prompt_mask = state(vocab_size, dtype=torch.bool)
         self._output_counts = state(vocab_size, dtype=torch.int32)
+        self._banned = BannedSequences(num_rows, self.device)
 
     def start(
         self,
@@ -137,9 +139,10 @@ class Sampler:
             is_constrained = self.constraints.start(starts)
         edits = (
             PENALIZED * starts.is_penalized
-            + BIASED * (starts.num_biases > 0)
+            + BIASED * (starts.num_biases + starts.num_allowed_ids > 0)
             + SUPPRESSED * (is_suppressed & ~is_constrained)
             + CONSTRAINED * is_constrained
+            + BANNED * self._banned.start(starts)
         )
         self._clear_edits(rows[self._stages[rows] & EDITS > 0])
         self._stages[rows] = edits + draws
@@ -164,6 +167,9 @@ class Sampler:
             keep = np.repeat(is_member, lengths)
             return self._index(np.repeat(starts.rows, lengths)[keep]), self._index(ids[keep])
 
+        if starts.allowed_ids.size:
+            self._bias[self._index(starts.rows[starts.num_allowed_ids > 0])] = -torch.inf
+            self._bias[entries(starts.num_allowed_ids, starts.allowed_ids)] = 0
         if starts.bias_ids.size:
             biases = to_device(starts.biases, self.device)
             self._bias.index_put_(
@@ -254,7 +260,7 @@ class Sampler:
         return torch.where(is_random[:, None], drawn, greedy)
 
     def remember(self, tokens: torch.Tensor, rows: Int64Array, at: torch.Tensor) -> None:
-        """Stores each row's last token, and counts it where penalties depend on it.
+        """Stores each row's last token, and notes it where later tokens depend on it.
 
         Args:
             tokens: int64 [S], which the executors that sample the same rows agree on.
@@ -262,12 +268,19 @@ class Sampler:
             at: ``rows`` on the device.
         """
         self.last_tokens.index_copy_(0, at, tokens)
-        is_counted = self._stages[rows] & PENALIZED
-        if is_counted.any():
-            if not is_counted.all():
-                members = self._index(np.flatnonzero(is_counted))
-                at, tokens = at[members], tokens[members]
-            self._output_counts[at, tokens] += 1
+        stages = self._stages[rows] & (PENALIZED + BANNED)
+        if not stages.any():
+            return
+        for stage, note in ((PENALIZED, self._count), (BANNED, self._banned.remember)):
+            is_member = (stages & stage) > 0
+            if is_member.all():
+                note(tokens, at)
+            elif is_member.any():
+                members = self._index(np.flatnonzero(is_member))
+                note(tokens[members], at[members])
+
+    def _count(self, tokens: torch.Tensor, at: torch.Tensor) -> None:
+        self._output_counts[at, tokens] += 1
 
     def _likeliest(self, logits: torch.Tensor) -> torch.Tensor:
         if self._library is None or logits.dtype is not torch.float32:
@@ -305,6 +318,7 @@ class Sampler:
         for stage, edit in (
             (PENALIZED, apply_penalties),
             (BIASED, apply_biases),
+            (BANNED, self._banned.lower),
             (SUPPRESSED, suppress),
             (CONSTRAINED, constrain),
         ):

@@ -766,6 +766,11 @@ class RowStarts(_message.Message):
     GRAMMAR_OF_FIELD_NUMBER: _builtins.int
     NUM_BEGIN_IDS_FIELD_NUMBER: _builtins.int
     BEGIN_IDS_FIELD_NUMBER: _builtins.int
+    NUM_ALLOWED_IDS_FIELD_NUMBER: _builtins.int
+    ALLOWED_IDS_FIELD_NUMBER: _builtins.int
+    NUM_BANNED_FIELD_NUMBER: _builtins.int
+    BANNED_LENS_FIELD_NUMBER: _builtins.int
+    BANNED_IDS_FIELD_NUMBER: _builtins.int
     rows: _builtins.bytes
     """[A] Rows of the block table, no row twice."""
     temperature: _builtins.bytes
@@ -811,8 +816,8 @@ class RowStarts(_message.Message):
     prompt_ids: _builtins.bytes
     """[sum(num_prompt_ids)] The prompt, which the executor may not see where it is cached."""
     num_output_ids: _builtins.bytes
-    """[A] Lengths of the rows' parts of output_ids. Only rows with a penalty or a grammar that were
-    preempted have any.
+    """[A] Lengths of the rows' parts of output_ids. Only rows with a penalty, a banned sequence or a
+    grammar that were preempted have any.
     """
     output_ids: _builtins.bytes
     """[sum(num_output_ids)] Tokens sampled before the preemption."""
@@ -825,6 +830,18 @@ class RowStarts(_message.Message):
     time that the output has them. Before, the output only cannot end. A row with none has a grammar
     from its first token.
     """
+    num_allowed_ids: _builtins.bytes
+    """[A] Lengths of the rows' parts of allowed_ids; default 0, and then all tokens are allowed."""
+    allowed_ids: _builtins.bytes
+    """[sum(num_allowed_ids)] Tokens that can be sampled; all others of these rows cannot."""
+    num_banned: _builtins.bytes
+    """[A] Sequences of tokens that the row's output shall not have; at most 192, default 0."""
+    banned_lens: _builtins.bytes
+    """[sum(num_banned)] Tokens of each, 2 to 8. Where the output ends with all but the last of them, that
+    one's logit is lowered by 10^9. A single token is banned by such a bias.
+    """
+    banned_ids: _builtins.bytes
+    """[sum(banned_lens)] The sequences, end to end."""
     @_builtins.property
     def grammars(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Grammars of these rows, each once, as llguidance reads them; at most 128 KiB each."""
@@ -857,10 +874,15 @@ class RowStarts(_message.Message):
         grammar_of: _builtins.bytes = ...,
         num_begin_ids: _builtins.bytes = ...,
         begin_ids: _builtins.bytes = ...,
+        num_allowed_ids: _builtins.bytes = ...,
+        allowed_ids: _builtins.bytes = ...,
+        num_banned: _builtins.bytes = ...,
+        banned_lens: _builtins.bytes = ...,
+        banned_ids: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_ids", b"begin_ids", "bias_ids", b"bias_ids", "biases", b"biases", "frequency_penalty", b"frequency_penalty", "grammar_of", b"grammar_of", "grammars", b"grammars", "min_p", b"min_p", "num_begin_ids", b"num_begin_ids", "num_biases", b"num_biases", "num_output_ids", b"num_output_ids", "num_prompt_ids", b"num_prompt_ids", "num_suppressed_ids", b"num_suppressed_ids", "num_top_logprobs", b"num_top_logprobs", "output_ids", b"output_ids", "presence_penalty", b"presence_penalty", "prompt_ids", b"prompt_ids", "repetition_penalty", b"repetition_penalty", "rows", b"rows", "scores_output", b"scores_output", "seed", b"seed", "suppressed_ids", b"suppressed_ids", "suppressed_until", b"suppressed_until", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_ids", b"allowed_ids", "banned_ids", b"banned_ids", "banned_lens", b"banned_lens", "begin_ids", b"begin_ids", "bias_ids", b"bias_ids", "biases", b"biases", "frequency_penalty", b"frequency_penalty", "grammar_of", b"grammar_of", "grammars", b"grammars", "min_p", b"min_p", "num_allowed_ids", b"num_allowed_ids", "num_banned", b"num_banned", "num_begin_ids", b"num_begin_ids", "num_biases", b"num_biases", "num_output_ids", b"num_output_ids", "num_prompt_ids", b"num_prompt_ids", "num_suppressed_ids", b"num_suppressed_ids", "num_top_logprobs", b"num_top_logprobs", "output_ids", b"output_ids", "presence_penalty", b"presence_penalty", "prompt_ids", b"prompt_ids", "repetition_penalty", b"repetition_penalty", "rows", b"rows", "scores_output", b"scores_output", "seed", b"seed", "suppressed_ids", b"suppressed_ids", "suppressed_until", b"suppressed_until", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

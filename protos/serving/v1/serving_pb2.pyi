@@ -160,6 +160,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     CONSTRAINT_FIELD_NUMBER: _builtins.int
+    VOCABULARY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the caller, at most 128 visible ASCII characters, unique among its live requests.
     Empty: we give one, and every response carries it.
@@ -212,6 +213,10 @@ class GenerateRequest(_message.Message):
     def constraint(self) -> Global___Constraint:
         """What the output must be. Absent: anything. Needs a model that GetModel says supports it."""
 
+    @_builtins.property
+    def vocabulary(self) -> Global___Vocabulary:
+        """Which tokens the output may have. Absent: all of the model's."""
+
     def __init__(
         self,
         *,
@@ -227,10 +232,11 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         timeout: _duration_pb2.Duration | None = ...,
         constraint: Global___Constraint | None = ...,
+        vocabulary: Global___Vocabulary | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "constraint", b"constraint", "output", b"output", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "text", b"text", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "constraint", b"constraint", "output", b"output", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "text", b"text", "timeout", b"timeout", "token_ids", b"token_ids", "vocabulary", b"vocabulary"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "constraint", b"constraint", "model", b"model", "n", b"n", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "text", b"text", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "constraint", b"constraint", "model", b"model", "n", b"n", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "text", b"text", "timeout", b"timeout", "token_ids", b"token_ids", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["token_ids", "text", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -479,6 +485,49 @@ class ToolCall(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
+
+@_typing.final
+class Vocabulary(_message.Message):
+    """Which tokens an output may have. Log probabilities are still those of the whole vocabulary."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
+    BAD_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """These only, end-of-sequence tokens too; at most 1024. Empty: all. Not with a constraint, and with
+        min_tokens not only tokens that would end the output.
+        """
+
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Texts that the output shall not have: of each, the tokens that it has by itself and those that it
+        has behind a space, at most 8 each. Other tokens may spell it, too. At most 64, of 1 to 64
+        characters. Needs a router that has the model's tokenizer.
+        """
+
+    @_builtins.property
+    def bad_token_ids(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]:
+        """Sequences of tokens that the output shall not have, of 1 to 8 tokens; at most 64. Where no other
+        token may come, by allowed_token_ids or a constraint, the last token of one comes nevertheless.
+        """
+
+    def __init__(
+        self,
+        *,
+        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        bad_words: _abc.Iterable[_builtins.str] | None = ...,
+        bad_token_ids: _abc.Iterable[Global___TokenIds] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_token_ids", b"allowed_token_ids", "bad_token_ids", b"bad_token_ids", "bad_words", b"bad_words"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Vocabulary: _TypeAlias = Vocabulary  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):

@@ -68,6 +68,10 @@ def timeout(seconds: int, nanos: int = 0) -> pb.GenerateRequest:
     return request
 
 
+def limited(**fields: Any) -> pb.GenerateRequest:
+    return prompt(vocabulary=pb.Vocabulary(**fields))
+
+
 BAD = [
     # what is wrong, code, field, a part of the message
     (pb.GenerateRequest(), INVALID, "prompt", "token_ids, text or chat"),
@@ -114,6 +118,40 @@ BAD = [
     (stop(stop_strings=["a"] * 17), INVALID, "stop.stop_strings", "17 are too many"),
     (stop(stop_strings=["a", ""]), INVALID, "stop.stop_strings[1]", "0 characters"),
     (stop(stop_strings=["a" * 257]), INVALID, "stop.stop_strings[0]", "257 characters"),
+    (limited(allowed_token_ids=[7, 256]), INVALID, "vocabulary.allowed_token_ids[1]", "no token"),
+    (limited(allowed_token_ids=[7] * 1025), INVALID, "vocabulary.allowed_token_ids", "1025 are"),
+    (
+        limited(allowed_token_ids=[7], bad_token_ids=[pb.TokenIds(ids=[7])]),
+        INVALID,
+        "vocabulary.allowed_token_ids",
+        "bad word",
+    ),
+    (
+        prompt(
+            vocabulary=pb.Vocabulary(allowed_token_ids=[2]), stop=pb.StopConditions(min_tokens=1)
+        ),
+        INVALID,
+        "vocabulary.allowed_token_ids",
+        "min_tokens forbids",
+    ),
+    (
+        prompt(
+            vocabulary=pb.Vocabulary(allowed_token_ids=[7]), constraint=pb.Constraint(regex="a")
+        ),
+        INVALID,
+        "vocabulary.allowed_token_ids",
+        "leave one out",
+    ),
+    (limited(bad_words=["a"] * 65), INVALID, "vocabulary.bad_words", "65 are too many"),
+    (limited(bad_words=["a", ""]), INVALID, "vocabulary.bad_words[1]", "0 is not from 1"),
+    (limited(bad_words=["abcdefghi"]), INVALID, "vocabulary.bad_words[0]", "9 tokens"),
+    (limited(bad_token_ids=[pb.TokenIds()]), INVALID, "vocabulary.bad_token_ids[0]", "0 tokens"),
+    (
+        limited(bad_token_ids=[pb.TokenIds(ids=[1, 256])]),
+        INVALID,
+        "vocabulary.bad_token_ids[0]",
+        "256 is no token",
+    ),
     (output(logprobs=True, top_logprobs=21), INVALID, "output.top_logprobs", "21 is not from"),
     (output(top_logprobs=1), INVALID, "output.top_logprobs", "set logprobs"),
 ]
@@ -240,6 +278,22 @@ async def test_what_is_given_arrives():
     assert request.sampling == SamplingParams(SAMPLING, logit_bias=bias, seed=2**64 - 1)
     assert request.stop == StopConditions(max_tokens=9, min_tokens=3, stop_token_ids=(5, 2))
     assert request.output == OutputOptions(logprobs=True, top_logprobs=4)
+
+
+async def test_a_vocabulary_becomes_biases_and_sequences(tokenizer: Tokenizer):
+    a, b, space = tokenizer.encode("ab ").tolist()
+    message = prompt(
+        sampling=pb.SamplingParams(logit_bias={a: 2.0, 7: 1.0}),
+        vocabulary=pb.Vocabulary(
+            allowed_token_ids=[9, 7, 9],
+            bad_words=["a", " b"],
+            bad_token_ids=[pb.TokenIds(ids=[7, 8]), pb.TokenIds(ids=[space, a])],
+        ),
+    )
+    sampling = (await read(message, tokenizer)).sampling
+    assert sampling.allowed_ids == (9, 7)
+    assert dict(sampling.logit_bias) == {a: 2.0 - 1e9, 7: 1.0}
+    assert sampling.banned == ((space, b), (space, a), (7, 8))
 
 
 async def test_a_request_without_an_id_or_a_seed_is_given_its_own():

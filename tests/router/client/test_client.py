@@ -153,13 +153,17 @@ async def test_every_option_reaches_the_engine(engines: FakeEngines, either: Cli
         stop_strings=["."],
         ignore_eos=True,
         text=True,
+        allowed_token_ids=[5, 6],
+        bad_token_ids=[[5, 6]],
         skip_special_tokens=False,
         include_stop=True,
     )
     request = await engines.arrivals.get()
     assert (request.request_id, len(request.sequences), request.priority) == ("mine", 2, 4)
     assert request.deadline is not None
-    assert request.sampling == SamplingParams(SAMPLING, logit_bias=((9, 3.0),), seed=77)
+    assert request.sampling == SamplingParams(
+        SAMPLING, logit_bias=((9, 3.0),), seed=77, allowed_ids=(5, 6), banned=((5, 6),)
+    )
     assert request.stop == StopConditions(
         max_tokens=6, min_tokens=2, stop_token_ids=(8,), has_stop_strings=True
     )

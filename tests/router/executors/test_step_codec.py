@@ -216,6 +216,21 @@ DEFAULTS = make_sequence()
             ],
             {"num_biases": [2, 0, 1], "bias_ids": [4, 9, 1], "biases": [1.5, -2.0, 0.5]},
         ),
+        (
+            [
+                make_sequence(SamplingParams(allowed_ids=(4, 9))),
+                make_sequence(SamplingParams(banned=((5, 6), (7, 8, 9)))),
+                DEFAULTS,
+                make_sequence(SamplingParams(banned=((1, 2),))),
+            ],
+            {
+                "num_allowed_ids": [2, 0, 0, 0],
+                "allowed_ids": [4, 9],
+                "num_banned": [0, 2, 0, 1],
+                "banned_lens": [2, 3, 2],
+                "banned_ids": [5, 6, 7, 8, 9, 1, 2],
+            },
+        ),
     ],
 )
 def test_rows_send_their_numbers_and_only_what_is_no_default(
@@ -236,9 +251,11 @@ def test_only_penalised_rows_send_their_prompt_and_earlier_output() -> None:
     repeated.tokens = ints(1, 2, 3, 7, 8)  # preempted after two tokens
     present = make_sequence(SamplingParams({"presence_penalty": 1.0}))
     present.tokens = ints(1, 2, 3, 9)
-    columns = columns_of(starts_of(repeated, DEFAULTS, present))
-    assert (columns["num_prompt_ids"], columns["prompt_ids"]) == ([3, 0, 0], [1, 2, 3])
-    assert (columns["num_output_ids"], columns["output_ids"]) == ([2, 0, 1], [7, 8, 9])
+    banning = make_sequence(SamplingParams(banned=((9, 9),)))
+    banning.tokens = ints(1, 2, 3, 4)
+    columns = columns_of(starts_of(repeated, DEFAULTS, present, banning))
+    assert (columns["num_prompt_ids"], columns["prompt_ids"]) == ([3, 0, 0, 0], [1, 2, 3])
+    assert (columns["num_output_ids"], columns["output_ids"]) == ([2, 0, 1, 1], [7, 8, 9, 4])
 
 
 def test_rows_with_a_grammar_send_it_once_and_their_earlier_output() -> None:

@@ -261,7 +261,7 @@ class FakeRank:
         speculation, start = self.shape.speculation, row.num_computed
         assert speculation is not None
         request = row.sequence.request
-        has_more_state = request.output.logprobs or request.sampling.has_output_penalty
+        has_more_state = request.output.logprobs or request.sampling.sees_output
         # Of a run, only the first token is sampled as if each were the last.
         has_more_state |= 1 + start < len(request.prompt) + request.stop.min_tokens
         assert 1 <= limit <= (1 if has_more_state else speculation.max_gain)

@@ -28,7 +28,7 @@ from protos.executor.v1 import executor_pb2 as pb
 from router.executors.formation import Member, check_group, describe_group
 from router.executors.step_codec import decode_step, encode_step
 from router.requests.request import FinishReason, OutputOptions, Request, SamplingParams
-from router.scheduling.speculation import DraftCounts
+from router.scheduling.speculation import NO_DRAFTS, DraftCounts
 from router.scheduling.step import GroupShape, StepPlan
 from tests.router.support.stepper import ALWAYS, Stepper
 from tests.support.paths import DEMO_DRAFTS as DRAFTS
@@ -183,6 +183,19 @@ class Router(Stepper):
     def tokens_per_step(self) -> float:
         """Tokens that a row gained in a speculative step."""
         return self.scheduler.gate.tokens_per_step or 0.0
+
+
+class LosingRouter(Router):
+    """Loses an executor every few steps, with two in flight."""
+
+    num_lost = 0
+
+    def commit(self) -> DraftCounts:
+        if len(self.widths) < 15 * (self.num_lost + 1):
+            return super().commit()
+        self.lose()
+        self.num_lost += 1
+        return NO_DRAFTS
 
 
 def poison_free_blocks(router: Router) -> None:

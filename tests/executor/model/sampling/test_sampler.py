@@ -57,6 +57,8 @@ COUNTED = {  # columns with several values of a row, and the column that counts 
     "suppressed_ids": "num_suppressed_ids",
     "prompt_ids": "num_prompt_ids",
     "output_ids": "num_output_ids",
+    "allowed_ids": "num_allowed_ids",
+    "banned_lens": "num_banned",
 }
 DEFAULTS = {"top_p": 1.0, "repetition_penalty": 1.0}
 
@@ -70,10 +72,11 @@ def starts_of(
         "seed": [kind.get("seed", 11 + i) for i, kind in enumerate(kinds)],
     }
     for name in sorted({name for kind in kinds for name in kind} - {"seed"}):
-        if name in COUNTED:
+        if name in COUNTED or name == "banned_ids":  # which banned_lens counts
             columns[name] = [value for kind in kinds for value in kind.get(name, [])]
+        if name in COUNTED:
             columns[COUNTED[name]] = [len(kind.get(name, [])) for kind in kinds]
-        else:
+        elif name not in columns:
             columns[name] = [kind.get(name, DEFAULTS.get(name, 0)) for kind in kinds]
     return starts(vocab_size, **columns)
 
@@ -169,8 +172,12 @@ def edited_row(sampler: Sampler, logits: torch.Tensor, row: int, seq_len: int) -
             {4: -0.5 - 3 * 0.25, 9: -0.5 - 0.25},
         ),
         ({"bias_ids": [2, 7], "biases": [1.5, -4]}, {2: 1.5, 7: -4}),
+        (
+            {"allowed_ids": [2, 7], "bias_ids": [7, 9], "biases": [1.5, 4]},
+            {token: -torch.inf for token in range(VOCAB_SIZE) if token not in (2, 7)} | {7: 1.5},
+        ),
     ],
-    ids=["presence counts once and frequency each time", "biases"],
+    ids=["presence counts once and frequency each time", "biases", "allowed tokens"],
 )
 def test_what_is_added_to_logits(kind: dict[str, Any], added: dict[int, float]):
     logits = random_logits()
@@ -178,6 +185,34 @@ def test_what_is_added_to_logits(kind: dict[str, Any], added: dict[int, float]):
     for token, value in added.items():
         expected[token] += value
     torch.testing.assert_close(edited_logits(logits, **kind), expected)
+
+
+@pytest.mark.parametrize("output", [[], [5], [4, 5], [3, 4, 5], [9, 3, 4, 5]])
+def test_the_last_token_of_a_banned_sequence_is_lowered_behind_the_others(output: list[int]):
+    sequences = [[5, 1], [4, 5, 2], [3, 4, 5, 6], [6, 4, 5, 7], [5, 5]]
+    kind = {
+        "banned_lens": [len(ids) for ids in sequences],
+        "banned_ids": [token for ids in sequences for token in ids],
+        "output_ids": output,
+    }
+    logits = random_logits()
+    lowered = {ids[-1] for ids in sequences if output[1 - len(ids) :] == ids[:-1]}
+    edited = edited_logits(logits, **kind)
+    assert {t for t in range(VOCAB_SIZE) if edited[t] < -1e8} == lowered
+    others = [token for token in range(VOCAB_SIZE) if token not in lowered]
+    assert torch.equal(edited[others], logits[others])
+
+
+def test_what_a_row_samples_stands_before_its_next_token():
+    logits = torch.zeros(VOCAB_SIZE)
+    logits[[3, 4, 5]] = torch.tensor([3.0, 2.0, 1.0])
+    banned = {"banned_lens": [2, 3], "banned_ids": [3, 3, 3, 4, 3]}
+    tokens = sample_one(logits, calls=6, **banned)
+    assert tokens == [3, 4, 4, 3, 4, 4]
+    resumed = sample_one(logits, seq_len=3, calls=3, output_ids=tokens[:3], **banned)
+    assert resumed == tokens[3:]
+    only = sample_one(logits, calls=3, allowed_ids=[3], **banned)
+    assert only == [3, 3, 3]  # where nothing else may come
 
 
 def test_sampled_tokens_count_as_output():
@@ -193,6 +228,9 @@ def test_a_row_that_starts_again_forgets_what_it_held():
             "presence_penalty": 1.0,
             "bias_ids": [offset],
             "biases": [3.0],
+            "allowed_ids": range(offset, offset + 6),
+            "banned_lens": [2],
+            "banned_ids": [offset + 3, offset + 4],
             "suppressed_ids": [offset + 1],
             "suppressed_until": 100,
             "prompt_ids": [offset + 2],
