@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,18 +128,28 @@ class ChatRenderer:
 
     async def close(self) -> None:
         """Ends the processes."""
-        for worker in self._workers:
-            if worker.process.returncode is None:
+        for worker in list(self._workers):
+            with suppress(ProcessLookupError):
                 worker.process.kill()
             await worker.process.wait()
 
     async def _render(self, data: bytes, max_chars: int) -> str:
         async with self._room:
-            worker = self._take_idle() or await self._start()
-            try:
-                kind, answer = await worker.ask(data, max_chars)
-            except (asyncio.IncompleteReadError, ConnectionError):
-                raise await self._lost(worker) from None
+            for is_second in (False, True):
+                worker = self._take_idle() or await self._start()
+                try:
+                    kind, answer = await worker.ask(data, max_chars)
+                    break
+                # The last is uvloop's, where the other end of a pipe is closed.
+                except (asyncio.IncompleteReadError, ConnectionError, RuntimeError):
+                    code = await self._end(worker)
+                if code == -signal.SIGPROF:
+                    timeout_s = self._settings.timeout_s
+                    raise ChatTemplateFailed(
+                        f"it takes more than {timeout_s:g} s of processor time"
+                    )
+                if is_second:  # once, it may have been ended by somebody else
+                    raise ChatTemplateFailed(f"its process ended with code {code}, twice")
             self._idle.append(worker)
         if kind == INVALID:
             raise InvalidRequest(*json.loads(answer))
@@ -170,12 +181,11 @@ class ChatRenderer:
         worker.stdin.write(REQUEST.pack(len(settings), 0) + settings)
         return worker
 
-    async def _lost(self, worker: _Worker) -> ChatTemplateFailed:
-        """Returns why a worker ended in the midst of a chat."""
+    async def _end(self, worker: _Worker) -> int:
+        """Returns what a worker ended with that answers no more."""
         self._workers.remove(worker)
+        with suppress(ProcessLookupError):
+            worker.process.kill()
         code = await worker.process.wait()
         log.warning("chat_worker_ended", code=code)
-        if code == -signal.SIGPROF:
-            timeout_s = self._settings.timeout_s
-            return ChatTemplateFailed(f"it takes more than {timeout_s:g} s of processor time")
-        return ChatTemplateFailed(f"its process ended with code {code}")
+        return code

@@ -237,9 +237,9 @@ def main() -> None:
     with suppress(ValueError, OSError):  # where there is no such limit
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     source, target = sys.stdin.buffer, sys.stdout.buffer
-    settings = Settings(**json.loads(_read(source)[0]))
-    renderer = Renderer(settings)
     with suppress(EOFError):
+        settings = Settings(**json.loads(_read(source)[0]))
+        renderer = Renderer(settings)
         while True:
             data, max_chars = _read(source)
             signal.setitimer(signal.ITIMER_PROF, settings.timeout_s)

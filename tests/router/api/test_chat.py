@@ -234,6 +234,19 @@ async def test_templates_that_never_end_or_take_all_memory_fail_their_own_chat(
     assert error_details(error).reason == "PROMPT_TOO_LONG"
 
 
+async def test_a_worker_that_somebody_ended_is_replaced(chatting: Any, tokenizer: Tokenizer):
+    _, stub = chatting
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
+    assert tokenizer.chat is not None
+    for num_ended in range(2):
+        assert (await stub.CountTokens(pb.CountTokensRequest(chat=chat))).num_tokens == 2
+        [worker] = tokenizer.chat._workers
+        worker.process.kill()
+        if num_ended:
+            await worker.process.wait()  # else the next chat finds it dying
+    assert (await stub.CountTokens(pb.CountTokensRequest(chat=chat))).num_tokens == 2
+
+
 async def test_a_chat_without_a_template_is_refused(tokenizer: Tokenizer):
     async with connected(FakeEngines(), tokenizer) as stub:
         chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
