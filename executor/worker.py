@@ -78,10 +78,12 @@ class Scores(NamedTuple):
     Attributes:
         found: What ``score`` returned, on its way to the host.
         num_top: int64 [N], likeliest tokens wanted of each row.
+        num_given: int64 [N], tokens that each row asks for by name.
     """
 
     found: ReadBack
     num_top: Int64Array
+    num_given: Int64Array
 
 
 class Pending(NamedTuple):
@@ -466,10 +468,15 @@ class Worker:
         else:  # of a row of logits among the tokens sampled, and those given behind them
             place = np.argsort(np.argsort(~columns.is_sampled, kind="stable"), kind="stable")
             tokens = torch.cat((tokens, to_device(columns.scored_ids, self._device)))
-        num_top = self._sampler.num_top_logprobs[columns.rows[columns.logits_sequence[scored]]]
-        token_ids = tokens.index_select(0, to_device(place[scored], self._device))
+        sampler, rows = self._sampler, columns.rows[columns.logits_sequence[scored]]
+        num_top, num_given = sampler.num_top_logprobs[rows], sampler.num_logprob_ids[rows]
+        token_ids = tokens.index_select(0, to_device(place[scored], self._device))[:, None]
+        if most := int(num_given.max()):
+            given = to_device(sampler.logprob_ids[rows, :most], self._device)
+            token_ids = torch.cat((token_ids, given), dim=1)
         logits = logits.index_select(0, to_device(scored, self._device))
-        return Scores(ReadBack(score(logits, token_ids, num_top), self._copier), num_top)
+        found = ReadBack(score(logits, token_ids, num_top), self._copier)
+        return Scores(found, num_top, num_given)
 
     def _results(self, pending: Pending, gained: Int64Array) -> list[pb.RankResult]:
         """Returns what this executor answers: one of its DP rank's executors does, for all."""
@@ -485,11 +492,12 @@ class Worker:
         for row, problem in pending.failures.result() if pending.failures is not None else ():
             result.grammar_failures.add(row=row, problem=problem)
         if pending.scores is not None:
-            found, num_top = pending.scores
-            logprobs, top_ids, top_logprobs = cut_scores(found.wait(), num_top)
+            found, *counts = pending.scores
+            logprobs, top_ids, top_logprobs, given = cut_scores(found.wait(), *counts)
             result.logprobs = _float32(logprobs)
             result.top_ids = _int32(top_ids)
             result.top_logprobs = _float32(top_logprobs)
+            result.given_logprobs = _float32(given)
         return [result]
 
 

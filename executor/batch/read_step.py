@@ -34,6 +34,7 @@ from protos.executor.sampling_fields import (
     FLOAT32,
     MAX_BANNED,
     MAX_BANNED_LEN,
+    MAX_LOGPROB_IDS,
     SAMPLING_FIELDS,
     SEED,
 )
@@ -166,6 +167,8 @@ _RARE_STARTS = (
     Column("num_banned", most=MAX_BANNED, default=0),
     Column("banned_lens", length="num_banned", least=2, most=MAX_BANNED_LEN),
     Column("banned_ids", length="banned_lens", most="token_id"),
+    Column("num_logprob_ids", most=MAX_LOGPROB_IDS, default=0),
+    Column("logprob_ids", length="num_logprob_ids", most="token_id"),
 )
 
 
@@ -182,6 +185,7 @@ class RowStarts:
         num_begin_ids: [A] entries of each row in begin_ids, behind which its grammar begins.
         num_allowed_ids: [A] as above; 0: all tokens are allowed.
         num_banned: [A] sequences that each row shall not have; banned_lens has their lengths.
+        num_logprob_ids: [A] as above.
     """
 
     rows: Int64Array
@@ -207,6 +211,8 @@ class RowStarts:
     num_banned: Int64Array
     banned_lens: Int64Array
     banned_ids: Int64Array
+    num_logprob_ids: Int64Array
+    logprob_ids: Int64Array
 
     @property
     def is_penalized(self) -> BoolArray:

@@ -16,6 +16,7 @@ FLOAT32 = np.dtype("<f4")
 
 MAX_BANNED = 192  # sequences of tokens that a row shall not have
 MAX_BANNED_LEN = 8  # tokens of one
+MAX_LOGPROB_IDS = 64  # tokens whose log probabilities a row may ask for by name
 BAN = -1e9  # is added to a banned token's logit: it comes only where no other can
 
 

@@ -14,12 +14,24 @@ from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 
-from protos.executor.sampling_fields import BAN, MAX_BANNED_LEN, SAMPLING_FIELDS
+from protos.executor.sampling_fields import (
+    BAN,
+    MAX_BANNED_LEN,
+    MAX_LOGPROB_IDS,
+    SAMPLING_FIELDS,
+)
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError, duration, quoted
 from protos.transport.interceptors import Caller
 from router.api.constraints import read_after, read_constraint
-from router.api.prompts import NO_TOKENIZER, check_model, check_token_id, read_prompt
+from router.api.prompts import (
+    NO_TOKENIZER,
+    check_model,
+    check_token_id,
+    decode_long,
+    read_prompt,
+    skips_special_tokens,
+)
 from router.api.text import OutputText, StopStrings, Tokenizer
 from router.api.unknown_fields import refuse_unknown_fields
 from router.errors import InvalidRequest, NotReady
@@ -123,7 +135,7 @@ async def read_request(
     _check_range("priority", message.priority, MIN_PRIORITY, settings.max_priority_of(caller))
     timeout_s = _read_timeout(message, call_timeout_s)
     sampling = _read_sampling(message, model)
-    output = _read_output(message, tokenizer)
+    output = _read_output(message, model, tokenizer)
     _check_stop(message.stop, model, tokenizer)  # before a prompt is encoded in vain
     if message.HasField("vocabulary"):
         sampling = await _read_vocabulary(message, sampling, model, tokenizer)
@@ -131,12 +143,11 @@ async def read_request(
     grammar_after = read_after(message.constraint, model, tokenizer)
     prompt = await read_prompt(message, model, tokenizer)
     n = message.n or 1
-    is_plain = n == 1 and not (output.text or output.logprobs or output.prompt_logprobs)
     request = Request(
         request_id=message.request_id,
         prompt=prompt,
         sampling=sampling,
-        stop=_read_stop(message, model, len(prompt), settings.max_request_outputs),
+        stop=_read_stop(message, output, model, len(prompt), settings.max_request_outputs),
         output=output,
         listener=listener,
         arrival_time=arrival_time,
@@ -144,7 +155,7 @@ async def read_request(
         priority=message.priority,
         deadline=None if timeout_s is None else arrival_time + timeout_s,
         tag=tag or 0,
-        is_columnar=tag is not None and is_plain,
+        is_columnar=tag is not None and n == 1 and output.is_plain,
         caller=caller,
         cache_salt=settings.cache_salt(caller),
         hides_cached=settings.is_cache_shared,
@@ -152,21 +163,24 @@ async def read_request(
         grammar_after=grammar_after,
     )
     if tokenizer is not None and (output.text or message.stop.stop_strings):
-        _add_texts(request, message, tokenizer)
+        await _add_texts(request, message, tokenizer)
     return request
 
 
-def _add_texts(
+async def _add_texts(
     request: Request, message: serving_pb2.GenerateRequest, tokenizer: Tokenizer
 ) -> None:
     strings, output = message.stop.stop_strings, message.output
     stops = StopStrings(strings, is_kept=output.include_stop) if strings else None
-    skips_special = output.skip_special_tokens or not output.HasField("skip_special_tokens")
+    skips_special = skips_special_tokens(output)
     silent_ids = () if output.include_stop else request.stop.stop_token_ids
     for sequence in request.sequences:
         sequence.text = tokenizer.new_text(
             stops, skips_special=skips_special, silent_ids=silent_ids
         )
+    if output.echo and request.output.text:
+        prompt = request.prompt.tolist()
+        request.prompt_text = await decode_long(tokenizer, prompt, skips_special=skips_special)
 
 
 def _read_timeout(
@@ -331,22 +345,23 @@ def _check_stop(
 
 def _read_stop(
     message: serving_pb2.GenerateRequest,
+    output: OutputOptions,
     model: ServedModel,
     num_prompt_tokens: int,
     max_outputs: int,
 ) -> StopConditions:
     """Resolves what `_check_stop` has let pass."""
-    stop, output, n = message.stop, message.output, message.n or 1
-    num_top = output.top_logprobs if output.logprobs else 0
-    of_prompt = num_prompt_tokens * (1 + output.top_logprobs) if output.prompt_logprobs else 0
-    most = (max_outputs - of_prompt) // (n * (1 + num_top))
+    stop, n = message.stop, message.n or 1
+    each = output.num_scores if output.logprobs else 1
+    of_prompt = num_prompt_tokens * output.num_scores if output.prompt_logprobs else 0
+    most = (max_outputs - of_prompt) // (n * each)
     if most < 1:
         raise InvalidRequest(
             "output.prompt_logprobs",
-            f"{num_prompt_tokens} tokens of the prompt x (1 + top_logprobs={output.top_logprobs}) is "
-            f"{of_prompt}, and n={n} tokens with theirs are {n * (1 + num_top)}; a request may ask "
-            f"for {max_outputs} at most: send a shorter prompt or a smaller top_logprobs",
-            value=of_prompt + n * (1 + num_top),
+            f"{num_prompt_tokens} tokens of the prompt x (1 + {_scores_of(output)}) is "
+            f"{of_prompt}, and n={n} tokens with theirs are {n * each}; a request may ask "
+            f"for {max_outputs} at most: send a shorter prompt or ask for fewer log probabilities",
+            value=of_prompt + n * each,
             limit=max_outputs,
         )
     max_tokens = model.max_model_len - num_prompt_tokens
@@ -355,8 +370,8 @@ def _read_stop(
         if max_tokens > most:
             raise InvalidRequest(
                 "stop.max_tokens",
-                f"n={n} x max_tokens={max_tokens} x (1 + top_logprobs={num_top}) is "
-                f"{n * max_tokens * (1 + num_top)}"
+                f"n={n} x max_tokens={max_tokens} x (1 + {_scores_of(output)}) is "
+                f"{n * max_tokens * each}"
                 + f", and {of_prompt} of the prompt"
                 * (of_prompt > 0)
                 + f"; a request may ask for {max_outputs} at most: "
@@ -376,23 +391,39 @@ def _read_stop(
     )
 
 
+def _scores_of(output: OutputOptions) -> str:
+    """Returns what comes with each log probability, in words."""
+    named = f" + logprob_token_ids={len(output.logprob_ids)}" * bool(output.logprob_ids)
+    return f"top_logprobs={output.top_logprobs}{named}"
+
+
 def _read_output(
-    message: serving_pb2.GenerateRequest, tokenizer: Tokenizer | None
+    message: serving_pb2.GenerateRequest, model: ServedModel, tokenizer: Tokenizer | None
 ) -> OutputOptions:
+    has_text = message.WhichOneof("prompt") in ("text", "chat")
+    if not message.HasField("output"):
+        return OutputOptions(text=has_text)
     output = message.output
     if output.text and tokenizer is None:
         raise InvalidRequest("output.text", f"{NO_TOKENIZER}; leave it unset")
     _check_range("output.top_logprobs", output.top_logprobs, 0, MAX_TOP_LOGPROBS)
-    if output.top_logprobs and not (output.logprobs or output.prompt_logprobs):
-        raise InvalidRequest(
-            "output.top_logprobs",
-            f"{output.top_logprobs} has nothing to stand beside; set logprobs or prompt_logprobs",
-        )
+    field, logprob_ids = "output.logprob_token_ids", tuple(output.logprob_token_ids)
+    _check_count(field, len(logprob_ids), MAX_LOGPROB_IDS)
+    for index, token_id in enumerate(logprob_ids):
+        check_token_id(f"{field}[{index}]", token_id, model)
+    if not (output.logprobs or output.prompt_logprobs):
+        problem = "has nothing to stand beside; set logprobs or prompt_logprobs"
+        if output.top_logprobs:
+            raise InvalidRequest("output.top_logprobs", f"{output.top_logprobs} {problem}")
+        if logprob_ids:
+            raise InvalidRequest(field, f"it {problem}")
     return OutputOptions(
-        text=output.text or message.WhichOneof("prompt") in ("text", "chat"),
+        text=output.text or has_text,
         logprobs=output.logprobs,
         prompt_logprobs=output.prompt_logprobs,
         top_logprobs=output.top_logprobs,
+        logprob_ids=logprob_ids,
+        echo=output.echo,
     )
 
 
@@ -424,6 +455,9 @@ def take_response(sequence: Sequence) -> serving_pb2.GenerateResponse | None:
     response = serving_pb2.GenerateResponse(
         request_id=request.request_id, index=sequence.index, token_ids=token_ids.tolist()
     )
+    if output.echo and sequence.index == 0 and 0 < len(token_ids) == sequence.num_output_tokens:
+        response.prompt_token_ids.extend(request.prompt.tolist())
+        response.prompt_text = request.prompt_text
     if output.text:
         text = sequence.text
         assert isinstance(text, OutputText), "a request that wants text was given one"
@@ -498,6 +532,7 @@ def _logprob(logprob: TokenLogprob) -> serving_pb2.TokenLogprob:
     return serving_pb2.TokenLogprob(
         token_id=logprob.token_id,
         logprob=logprob.logprob,
+        given_logprobs=logprob.given_logprobs,
         top=[
             serving_pb2.TopLogprob(token_id=token_id, logprob=value)
             for token_id, value in zip(

@@ -91,10 +91,22 @@ async def decode(
             limit=model.max_model_len,
         )
     _check_token_ids("token_ids", token_ids, model)
-    skips_special = message.skip_special_tokens or not message.HasField("skip_special_tokens")
+    return await decode_long(tokenizer, token_ids, skips_special=skips_special_tokens(message))
+
+
+async def decode_long(
+    tokenizer: Tokenizer, token_ids: SequenceOf[int], *, skips_special: bool
+) -> str:
+    """Returns the text of tokens; the router's loop does not wait for that of many."""
     if len(token_ids) <= SHORT_TOKENS_LEN:
         return tokenizer.decode(token_ids, skips_special=skips_special)
     return await asyncio.to_thread(tokenizer.decode_long, token_ids, skips_special=skips_special)
+
+
+def skips_special_tokens(
+    message: serving_pb2.OutputOptions | serving_pb2.DetokenizeRequest,
+) -> bool:
+    return message.skip_special_tokens or not message.HasField("skip_special_tokens")
 
 
 def _read_token_ids(token_ids: SequenceOf[int], model: ServedModel) -> Int32Array:

@@ -78,15 +78,19 @@ class Options(TypedDict, total=False):
     top_logprobs: int
     skip_special_tokens: bool
     include_stop: bool
+    logprob_token_ids: Sequence[int]
+    echo: bool
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token, its log probability, and pairs of the likeliest tokens and theirs."""
+    """A token, its log probability, pairs of the likeliest tokens and theirs, and those of
+    `logprob_token_ids`."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    given_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,6 +124,8 @@ class Delta:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: Finish | None = None
+    prompt_token_ids: list[int] = field(default_factory=list)
+    prompt_text: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,6 +146,8 @@ class Completion:
     finish: Finish
     first_token_s: float
     total_s: float
+    prompt_token_ids: list[int] = field(default_factory=list)
+    prompt_text: str = ""
 
 
 class CallFailed(Exception):
@@ -303,6 +311,8 @@ def to_delta(message: serving_pb2.GenerateResponse) -> Delta:
         logprobs=_logprobs(message.logprobs),
         prompt_logprobs=_logprobs(message.prompt_logprobs),
         finish=_finish(message.finish) if message.HasField("finish") else None,
+        prompt_token_ids=list(message.prompt_token_ids),
+        prompt_text=message.prompt_text,
     )
 
 
@@ -326,6 +336,8 @@ class Collector:
         part.text.append(delta.text)
         part.logprobs += delta.logprobs
         part.prompt_logprobs += delta.prompt_logprobs
+        if delta.prompt_token_ids:
+            part.prompt_token_ids, part.prompt_text = delta.prompt_token_ids, delta.prompt_text
         if delta.finish is not None:
             part.last, part.end_time = delta, now
 
@@ -346,6 +358,8 @@ class Collector:
             finish=part.last.finish,
             first_token_s=part.first_token_time - self._start_time,
             total_s=part.end_time - self._start_time,
+            prompt_token_ids=part.prompt_token_ids,
+            prompt_text=part.prompt_text,
         )
 
 
@@ -355,6 +369,8 @@ class _Part:
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_token_ids: list[int] = field(default_factory=list)
+    prompt_text: str = ""
     first_token_time: float = 0.0
     end_time: float = 0.0
     last: Delta | None = None
@@ -366,6 +382,7 @@ def _logprobs(messages: Iterable[serving_pb2.TokenLogprob]) -> list[TokenLogprob
             message.token_id,
             message.logprob,
             tuple((top.token_id, top.logprob) for top in message.top),
+            tuple(message.given_logprobs),
         )
         for message in messages
     ]

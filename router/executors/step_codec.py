@@ -124,6 +124,9 @@ def encode_starts(columns: pb.RowStarts, starts: Sequence[RowStart]) -> None:
     columns.seed = _column([start.sequence.seed for start in starts], np.uint64)
     columns.scores_output = _column([r.output.logprobs for r in requests], np.uint8)
     columns.num_top_logprobs = _column([r.output.top_logprobs for r in requests], np.int32)
+    if any(r.output.logprob_ids for r in requests):
+        logprob_ids = [r.output.logprob_ids for r in requests]
+        columns.num_logprob_ids, columns.logprob_ids = _ragged(logprob_ids)
     if any(request.stop.min_tokens for request in requests):
         ends = [len(r.prompt) + r.stop.min_tokens if r.stop.min_tokens else 0 for r in requests]
         columns.suppressed_until = _column(ends, np.int32)
@@ -257,6 +260,7 @@ def decode_step(
             forward_ns,
             gained,
             (),
+            NO_FLOATS,
         )
         results.append(new_tuple(RankResult, fields))
         start = end
@@ -347,17 +351,20 @@ def _with_scores(
     result: RankResult, part: pb.RankResult, batch: RankBatch, vocab_size: int
 ) -> RankResult:
     """Returns a rank's result with the log probabilities that were asked for."""
-    num_scores, num_top = 0, 0
+    num_scores, num_top, num_given = 0, 0, 0
     for scoring in batch.scorings:
-        count = len(scoring.scored_ids) + (scoring.sample_index is not None)
+        count, output = len(scoring.scored_ids), scoring.sequence.request.output
+        count += scoring.sample_index is not None
         num_scores += count
-        num_top += count * scoring.sequence.request.output.top_logprobs
-    given = (len(part.logprobs), len(part.top_ids), len(part.top_logprobs))
-    due = (4 * num_scores, 4 * num_top, 4 * num_top)
-    if given != due:
+        num_top += count * output.top_logprobs
+        num_given += count * len(output.logprob_ids)
+    columns = (part.logprobs, part.top_ids, part.top_logprobs, part.given_logprobs)
+    came = tuple(map(len, columns))
+    due = (4 * num_scores, 4 * num_top, 4 * num_top, 4 * num_given)
+    if came != due:
         raise WrongAnswer(
             part.dp_rank,
-            f"{given} bytes of logprobs, top_ids and top_logprobs, where {due} are due",
+            f"{came} bytes of logprobs, top_ids, top_logprobs and given_logprobs, where {due} are due",
         )
     top_ids = np.frombuffer(part.top_ids, INT32)
     if (place := _place_outside(top_ids, vocab_size)) is not None:
@@ -366,4 +373,5 @@ def _with_scores(
         logprobs=np.frombuffer(part.logprobs, FLOAT32),
         top_ids=top_ids,
         top_logprobs=np.frombuffer(part.top_logprobs, FLOAT32),
+        given_logprobs=np.frombuffer(part.given_logprobs, FLOAT32),
     )

@@ -101,16 +101,30 @@ class OutputOptions:
     logprobs: bool = False
     prompt_logprobs: bool = False
     top_logprobs: int = 0
+    logprob_ids: tuple[int, ...] = ()
+    echo: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is."""
+        return not (self.text or self.logprobs or self.prompt_logprobs or self.echo)
+
+    @property
+    def num_scores(self) -> int:
+        """Log probabilities that come with each that is asked for, itself included."""
+        return 1 + self.top_logprobs + len(self.logprob_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token's log probability and the likeliest alternatives, likeliest first."""
+    """A token's log probability, the likeliest alternatives, likeliest first, and those of the tokens
+    in OutputOptions.logprob_ids."""
 
     token_id: int
     logprob: float
     top_ids: Int32Array
     top_logprobs: Float32Array
+    given_logprobs: Float32Array
 
 
 class Columns(NamedTuple):
@@ -157,6 +171,7 @@ class Request:
         hides_cached: Whether its caller is not told how much the prefix cache had.
         grammar: What its outputs keep to, as executors get it; empty: nothing.
         grammar_after: Tokens behind which they do; empty: from the first on.
+        prompt_text: Of the prompt, if it is to be echoed with text.
         turn: Its order among those of its caller, set on submission: seconds, and its number. Less is
             bound first, and gives way last.
         expiry: The timer behind `deadline`.
@@ -179,6 +194,7 @@ class Request:
     hides_cached: bool = False
     grammar: str = ""
     grammar_after: tuple[int, ...] = ()
+    prompt_text: str = ""
     turn: tuple[float, int] = field(init=False)
     expiry: asyncio.TimerHandle | None = field(default=None, init=False)
     sequences: "list[Sequence]" = field(init=False)

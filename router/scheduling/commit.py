@@ -177,11 +177,12 @@ def hand_out_logprobs(plan: StepPlan, result: StepResult) -> None:
 
 
 def _hand_out_logprobs(batch: RankBatch, result: RankResult) -> None:
-    position, top_position, first_tokens = 0, 0, None
+    position, top_position, given_position, first_tokens = 0, 0, 0, None
     if result.num_next_tokens is not None:  # a scored row gains one token, others may gain more
         first_tokens = result.num_next_tokens.cumsum() - result.num_next_tokens
     for scoring in batch.scorings:
-        num_top = scoring.sequence.request.output.top_logprobs
+        output = scoring.sequence.request.output
+        num_top, num_given = output.top_logprobs, len(output.logprob_ids)
         token_ids = scoring.scored_ids.tolist()
         if scoring.sample_index is not None:
             index = scoring.sample_index
@@ -190,11 +191,12 @@ def _hand_out_logprobs(batch: RankBatch, result: RankResult) -> None:
         entries = []
         for token_id in token_ids:
             top = slice(top_position, top_position + num_top)
+            given = slice(given_position, given_position + num_given)
             logprob = float(result.logprobs[position])
-            entries.append(
-                TokenLogprob(token_id, logprob, result.top_ids[top], result.top_logprobs[top])
-            )
-            position, top_position = position + 1, top.stop
+            of_top = result.top_ids[top], result.top_logprobs[top]
+            entry = TokenLogprob(token_id, logprob, *of_top, result.given_logprobs[given])
+            entries.append(entry)
+            position, top_position, given_position = position + 1, top.stop, given.stop
         if not scoring.sequence.is_ended:
             num_scored = len(scoring.scored_ids)
             scoring.sequence.prompt_logprobs += entries[:num_scored]

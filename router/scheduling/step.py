@@ -186,6 +186,7 @@ class RankResult(NamedTuple):
         next_token_ids: [sum(num_next_tokens)], sequences that sample end to end.
         num_next_tokens: Of each of them; None: 1 each.
         failures: Rows of the rank that cannot keep to their grammar, and why.
+        given_logprobs: Of the tokens that rows name, as many as each names for each of its scores.
     """
 
     next_token_ids: Int32Array
@@ -196,6 +197,7 @@ class RankResult(NamedTuple):
     forward_ns: int = 0
     num_next_tokens: Int32Array | None = None
     failures: SequenceOf[tuple[int, str]] = ()
+    given_logprobs: Float32Array = NO_FLOATS
 
 
 StepResult = tuple[RankResult, ...]

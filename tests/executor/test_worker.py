@@ -181,7 +181,13 @@ def test_scores_are_those_of_the_model_before_penalties(either: Worker, referenc
 def test_only_rows_that_ask_are_scored(worker: Worker):
     part = pb.RankStep(
         forward_mode=pb.FORWARD_MODE_EXTEND,
-        starts=row_starts(rows=[0, 1, 2], scores_output=[0, 1, 0], num_top_logprobs=[5, 3, 5]),
+        starts=row_starts(
+            rows=[0, 1, 2],
+            scores_output=[0, 1, 0],
+            num_top_logprobs=[5, 3, 5],
+            num_logprob_ids=[1, 2, 0],
+            logprob_ids=[7, 8, 9],
+        ),
         sequences=sequences(
             rows=[2, 1, 0],
             num_computed_tokens=[0, 0, 0],
@@ -194,6 +200,7 @@ def test_only_rows_that_ask_are_scored(worker: Worker):
     assert len(floats_of(result.logprobs)) == 1
     assert ints_of(result.top_ids)[0] == ints_of(result.next_token_ids)[1]
     assert len(floats_of(result.top_logprobs)) == 3
+    assert len(floats_of(result.given_logprobs)) == 2
 
 
 @pytest.mark.parametrize("starts", [{}, {"temperature": [1.0], "seed": [3]}])

@@ -241,15 +241,15 @@ def score(
 
     Args:
         logits: [N, V] as the model gave them.
-        token_ids: int64 [N].
+        token_ids: int64 [N, G].
         num_top: [N] likeliest tokens wanted of each row.
 
     Returns:
-        float32 [N, 1 + 2 * K], for ``cut_scores``.
+        float32 [N, G + 2 * K], for ``cut_scores``.
     """
     logits = logits.float()
     total = logits.logsumexp(dim=-1, keepdim=True)
-    given = logits.gather(-1, token_ids[:, None])
+    given = logits.gather(-1, token_ids)
     # Which of equally likely tokens come first hangs on how many are picked out: not on what others want.
     most = max(int(num_top.max(initial=0)), PICKED_TOP)
     width = min(most, logits.shape[-1]) if num_top.any() else 0
@@ -259,15 +259,23 @@ def score(
 
 
 def cut_scores(
-    found: Floats, num_top: npt.NDArray[np.int64]
-) -> tuple[Floats, npt.NDArray[np.int32], Floats]:
+    found: Floats, num_top: npt.NDArray[np.int64], num_given: npt.NDArray[np.int64]
+) -> tuple[Floats, npt.NDArray[np.int32], Floats, Floats]:
     """Returns the parts of what ``score`` found.
 
+    Args:
+        found: [N, G + 2 * K].
+        num_top: [N] likeliest tokens wanted of each row.
+        num_given: [N] tokens given of each row besides the first.
+
     Returns:
-        Log probabilities [N]; ids [sum(num_top)] of the likeliest tokens, row after row, likeliest
-        first; their log probabilities [sum(num_top)].
+        Log probabilities [N] of the first token given; ids [sum(num_top)] of the likeliest tokens,
+        row after row, likeliest first; their log probabilities [sum(num_top)]; those of the other
+        tokens given [sum(num_given)].
     """
-    width = found.shape[1] // 2
-    is_wanted = np.arange(width) < num_top[:, None]
-    ids = found[:, width + 1 :].view(np.int32)
-    return found[:, 0], ids[is_wanted], found[:, 1 : width + 1][is_wanted]
+    most = int(num_given.max(initial=0))
+    width = (found.shape[1] - 1 - most) // 2
+    others, top = found[:, 1 : 1 + most], found[:, 1 + most : 1 + most + width]
+    ids = found[:, 1 + most + width :].view(np.int32)
+    is_top, is_given = (np.arange(n) < c[:, None] for n, c in ((width, num_top), (most, num_given)))
+    return found[:, 0], ids[is_top], top[is_top], others[is_given]

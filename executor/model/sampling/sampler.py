@@ -35,6 +35,7 @@ from executor.model.sampling.logits import (
     uniform_samples,
     uniform_samples_on_host,
 )
+from protos.executor.sampling_fields import MAX_LOGPROB_IDS
 
 # Up to here the likeliest tokens are picked out; beyond, the row is sorted. A row's own top_k
 # decides, never its neighbours', so that ties break alike in any batch.
@@ -67,6 +68,8 @@ class Sampler:
         parameters: Of all rows, on ``device``.
         scores_output: bool [R] on the host, rows whose sampled tokens are scored.
         num_top_logprobs: int64 [R] on the host, likeliest tokens to return with each score.
+        num_logprob_ids: int64 [R] on the host, tokens in ``logprob_ids``.
+        logprob_ids: int64 [R, MAX_LOGPROB_IDS] on the host, tokens to score with each.
     """
 
     def __init__(
@@ -88,6 +91,8 @@ class Sampler:
 
         self.scores_output = np.zeros(num_rows, dtype=np.bool_)
         self.num_top_logprobs = np.zeros(num_rows, dtype=np.int64)
+        self.num_logprob_ids = np.zeros(num_rows, dtype=np.int64)
+        self.logprob_ids = np.zeros((num_rows, MAX_LOGPROB_IDS), dtype=np.int64)
         self._stages = np.zeros(num_rows, dtype=np.uint8)
         self._suppressed_until = np.zeros(num_rows, dtype=np.int64)
         self._given = np.zeros(num_rows, PARAMETERS)  # the parameters, on the host
@@ -121,6 +126,12 @@ class Sampler:
         self._given[rows] = given
         self.scores_output[rows] = starts.scores_output
         self.num_top_logprobs[rows] = starts.num_top_logprobs
+        self.num_logprob_ids[rows] = starts.num_logprob_ids
+        if starts.logprob_ids.size:
+            is_given = np.arange(MAX_LOGPROB_IDS) < starts.num_logprob_ids[:, None]
+            ids = np.zeros(is_given.shape, np.int64)
+            ids[is_given] = starts.logprob_ids
+            self.logprob_ids[rows] = ids
         at = self._index(rows) if at is None else at
         packed = self._index(starts.packed_parameters) if parameters is None else parameters
         self._parameters.index_copy_(0, at, packed.view(-1, PARAMETER_WIDTH))

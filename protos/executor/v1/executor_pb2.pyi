@@ -771,6 +771,8 @@ class RowStarts(_message.Message):
     NUM_BANNED_FIELD_NUMBER: _builtins.int
     BANNED_LENS_FIELD_NUMBER: _builtins.int
     BANNED_IDS_FIELD_NUMBER: _builtins.int
+    NUM_LOGPROB_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROB_IDS_FIELD_NUMBER: _builtins.int
     rows: _builtins.bytes
     """[A] Rows of the block table, no row twice."""
     temperature: _builtins.bytes
@@ -842,6 +844,10 @@ class RowStarts(_message.Message):
     """
     banned_ids: _builtins.bytes
     """[sum(banned_lens)] The sequences, end to end."""
+    num_logprob_ids: _builtins.bytes
+    """[A] Lengths of the rows' parts of logprob_ids; at most 64, default 0."""
+    logprob_ids: _builtins.bytes
+    """[sum(num_logprob_ids)] Tokens whose log probabilities come with each log probability of the row."""
     @_builtins.property
     def grammars(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Grammars of these rows, each once, as llguidance reads them; at most 128 KiB each."""
@@ -879,10 +885,12 @@ class RowStarts(_message.Message):
         num_banned: _builtins.bytes = ...,
         banned_lens: _builtins.bytes = ...,
         banned_ids: _builtins.bytes = ...,
+        num_logprob_ids: _builtins.bytes = ...,
+        logprob_ids: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_ids", b"allowed_ids", "banned_ids", b"banned_ids", "banned_lens", b"banned_lens", "begin_ids", b"begin_ids", "bias_ids", b"bias_ids", "biases", b"biases", "frequency_penalty", b"frequency_penalty", "grammar_of", b"grammar_of", "grammars", b"grammars", "min_p", b"min_p", "num_allowed_ids", b"num_allowed_ids", "num_banned", b"num_banned", "num_begin_ids", b"num_begin_ids", "num_biases", b"num_biases", "num_output_ids", b"num_output_ids", "num_prompt_ids", b"num_prompt_ids", "num_suppressed_ids", b"num_suppressed_ids", "num_top_logprobs", b"num_top_logprobs", "output_ids", b"output_ids", "presence_penalty", b"presence_penalty", "prompt_ids", b"prompt_ids", "repetition_penalty", b"repetition_penalty", "rows", b"rows", "scores_output", b"scores_output", "seed", b"seed", "suppressed_ids", b"suppressed_ids", "suppressed_until", b"suppressed_until", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_ids", b"allowed_ids", "banned_ids", b"banned_ids", "banned_lens", b"banned_lens", "begin_ids", b"begin_ids", "bias_ids", b"bias_ids", "biases", b"biases", "frequency_penalty", b"frequency_penalty", "grammar_of", b"grammar_of", "grammars", b"grammars", "logprob_ids", b"logprob_ids", "min_p", b"min_p", "num_allowed_ids", b"num_allowed_ids", "num_banned", b"num_banned", "num_begin_ids", b"num_begin_ids", "num_biases", b"num_biases", "num_logprob_ids", b"num_logprob_ids", "num_output_ids", b"num_output_ids", "num_prompt_ids", b"num_prompt_ids", "num_suppressed_ids", b"num_suppressed_ids", "num_top_logprobs", b"num_top_logprobs", "output_ids", b"output_ids", "presence_penalty", b"presence_penalty", "prompt_ids", b"prompt_ids", "repetition_penalty", b"repetition_penalty", "rows", b"rows", "scores_output", b"scores_output", "seed", b"seed", "suppressed_ids", b"suppressed_ids", "suppressed_until", b"suppressed_until", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1046,6 +1054,7 @@ class RankResult(_message.Message):
     TOP_IDS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     GRAMMAR_FAILURES_FIELD_NUMBER: _builtins.int
+    GIVEN_LOGPROBS_FIELD_NUMBER: _builtins.int
     dp_rank: _builtins.int
     """The rank whose part this answers."""
     num_next_tokens: _builtins.bytes
@@ -1060,6 +1069,8 @@ class RankResult(_message.Message):
     """[sum of num_top_logprobs over the N tokens] Most likely tokens, likeliest first."""
     top_logprobs: _builtins.bytes
     """[as top_ids] float32. Their log probabilities."""
+    given_logprobs: _builtins.bytes
+    """[sum of num_logprob_ids over the N tokens] float32. Log probabilities of logprob_ids, in their order."""
     @_builtins.property
     def grammar_failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___GrammarFailure]:
         """Sequences that sampled and cannot keep to their grammar. The tokens that they gained are to be
@@ -1076,10 +1087,11 @@ class RankResult(_message.Message):
         top_ids: _builtins.bytes = ...,
         top_logprobs: _builtins.bytes = ...,
         grammar_failures: _abc.Iterable[Global___GrammarFailure] | None = ...,
+        given_logprobs: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dp_rank", b"dp_rank", "grammar_failures", b"grammar_failures", "logprobs", b"logprobs", "next_token_ids", b"next_token_ids", "num_next_tokens", b"num_next_tokens", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dp_rank", b"dp_rank", "given_logprobs", b"given_logprobs", "grammar_failures", b"grammar_failures", "logprobs", b"logprobs", "next_token_ids", b"next_token_ids", "num_next_tokens", b"num_next_tokens", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -677,9 +677,9 @@ class StopConditions(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """At most this many output tokens, at least 1. Where fewer fit beside the prompt, the output ends
-    with LENGTH when the context is full. The router bounds n * max_tokens * (1 + top_logprobs), and
-    with prompt_logprobs the prompt's tokens * (1 + top_logprobs) besides, by default at 2^20, and
-    refuses more. Absent: as many as fit and that bound allows.
+    with LENGTH when the context is full. The router bounds n * max_tokens * (1 + top_logprobs + tokens
+    in logprob_token_ids), and with prompt_logprobs the prompt's tokens times the same besides, by
+    default at 2^20, and refuses more. Absent: as many as fit and that bound allows.
     """
     min_tokens: _builtins.int
     """No stop condition holds before this many output tokens; stop and end-of-sequence tokens
@@ -732,6 +732,8 @@ class OutputOptions(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_FIELD_NUMBER: _builtins.int
+    LOGPROB_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    ECHO_FIELD_NUMBER: _builtins.int
     text: _builtins.bool
     """Set: text deltas also for a prompt of token ids. Texts and chats always have them."""
     logprobs: _builtins.bool
@@ -754,6 +756,12 @@ class OutputOptions(_message.Message):
     false also a special token of stop_token_ids or of the model's end of sequence. A stop token
     that is not special always makes its text.
     """
+    echo: _builtins.bool
+    """Set: the first response of index 0 has the prompt's tokens, and where there is text, theirs."""
+    @_builtins.property
+    def logprob_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """With each log probability, those of these tokens; at most 64. Needs logprobs or prompt_logprobs."""
+
     def __init__(
         self,
         *,
@@ -763,10 +771,12 @@ class OutputOptions(_message.Message):
         top_logprobs: _builtins.int = ...,
         skip_special_tokens: _builtins.bool | None = ...,
         include_stop: _builtins.bool = ...,
+        logprob_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        echo: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "include_stop", b"include_stop", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "skip_special_tokens", b"skip_special_tokens", "text", b"text", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "echo", b"echo", "include_stop", b"include_stop", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "skip_special_tokens", b"skip_special_tokens", "text", b"text", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
@@ -787,6 +797,8 @@ class GenerateResponse(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PROMPT_TEXT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     index: _builtins.int
@@ -796,6 +808,8 @@ class GenerateResponse(_message.Message):
     what may still become a character or a stop string is held back, and special tokens have
     no text unless skip_special_tokens is false.
     """
+    prompt_text: _builtins.str
+    """Its text as the tokenizer decodes it, with special tokens as in `text`; likewise, if there is text."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens since the last response of this continuation. A slow reader gets many at once."""
@@ -812,6 +826,10 @@ class GenerateResponse(_message.Message):
     def finish(self) -> Global___Finish:
         """Set on the last response of this continuation, and only there."""
 
+    @_builtins.property
+    def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The prompt, on the first response of index 0, if OutputOptions.echo is set."""
+
     def __init__(
         self,
         *,
@@ -822,10 +840,12 @@ class GenerateResponse(_message.Message):
         logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
         prompt_logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
         finish: Global___Finish | None = ...,
+        prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        prompt_text: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -840,6 +860,7 @@ class TokenLogprob(_message.Message):
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     LOGPROB_FIELD_NUMBER: _builtins.int
     TOP_FIELD_NUMBER: _builtins.int
+    GIVEN_LOGPROBS_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """The token."""
     logprob: _builtins.float
@@ -848,16 +869,21 @@ class TokenLogprob(_message.Message):
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]:
         """The likeliest tokens at this place, likeliest first, if asked for."""
 
+    @_builtins.property
+    def given_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Log probabilities of OutputOptions.logprob_token_ids at this place, in their order."""
+
     def __init__(
         self,
         *,
         token_id: _builtins.int = ...,
         logprob: _builtins.float = ...,
         top: _abc.Iterable[Global___TopLogprob] | None = ...,
+        given_logprobs: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "token_id", b"token_id", "top", b"top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["given_logprobs", b"given_logprobs", "logprob", b"logprob", "token_id", b"token_id", "top", b"top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

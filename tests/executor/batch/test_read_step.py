@@ -214,6 +214,7 @@ BAD_STEPS: list[BadStep] = [
     (change_starts(num_suppressed_ids=[1]), f"{STARTS}.suppressed_ids", "0 bytes"),
     (change_starts(num_biases=[1], bias_ids=[1]), f"{STARTS}.biases", "0 bytes"),
     (change_starts(num_allowed_ids=[1], allowed_ids=[100]), f"{STARTS}.allowed_ids", "has 100"),
+    (change_starts(num_logprob_ids=[65]), f"{STARTS}.num_logprob_ids", "from 0 to 64"),
     (change_starts(banned_ids=[1]), f"{STARTS}.banned_ids", "4 bytes"),
     (change_starts(num_banned=[193]), f"{STARTS}.num_banned", "from 0 to 192"),
     (change_starts(num_banned=[1], banned_lens=[1]), f"{STARTS}.banned_lens", "from 2 to 8"),

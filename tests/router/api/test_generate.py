@@ -106,6 +106,26 @@ async def test_a_text_prompt_is_answered_in_whole_characters(tokenizer: Tokenize
         assert pieces == ["", "é", "", "", "", "🚀", "!", "\N{REPLACEMENT CHARACTER}"]
 
 
+async def test_the_prompt_is_echoed_once_on_the_first_response_of_the_first_continuation(
+    tokenizer: Tokenizer,
+):
+    message = pb.GenerateRequest(text="hi", n=2, output=pb.OutputOptions(echo=True))
+    engines = FakeEngines()
+    async with connected(engines, tokenizer) as stub:
+        call = stub.Generate(message)
+        first, second = (await engines.arrivals.get()).sequences
+        engines.give(second, [9])
+        answers = [await call.read()]
+        for token_id in (8, 9):
+            engines.give(first, [token_id])
+            answers.append(await call.read())
+        for sequence in (first, second):
+            engines.finish(sequence)
+        answers += await responses(call)
+        echoes = [(answer.prompt_text, list(answer.prompt_token_ids)) for answer in answers]
+        assert echoes == [("", []), ("hi", tokenizer.encode("hi").tolist()), *[("", [])] * 3]
+
+
 @pytest.mark.parametrize(("wants_text", "text"), [(True, "one "), (False, "")])
 async def test_text_ends_before_the_stop_string_and_tokens_after_it(
     wants_text: bool, text: str, tokenizer: Tokenizer

@@ -154,6 +154,14 @@ BAD = [
     ),
     (output(logprobs=True, top_logprobs=21), INVALID, "output.top_logprobs", "21 is not from"),
     (output(top_logprobs=1), INVALID, "output.top_logprobs", "set logprobs"),
+    (output(logprob_token_ids=[1]), INVALID, "output.logprob_token_ids", "set logprobs"),
+    (
+        output(logprobs=True, logprob_token_ids=[1, 256]),
+        INVALID,
+        "output.logprob_token_ids[1]",
+        "256 is no token",
+    ),
+    (output(logprob_token_ids=[1] * 65), INVALID, "output.logprob_token_ids", "65 are too many"),
 ]
 
 
@@ -268,7 +276,7 @@ async def test_what_is_given_arrives():
             token_ids=pb.TokenIds(ids=[1]),
             sampling=pb.SamplingParams(**SAMPLING, logit_bias={9: 1, 3: -1}, seed=2**64 - 1),
             stop=pb.StopConditions(max_tokens=9, min_tokens=3, stop_token_ids=[5, 5, 2]),
-            output=pb.OutputOptions(logprobs=True, top_logprobs=4),
+            output=pb.OutputOptions(logprobs=True, top_logprobs=4, logprob_token_ids=[9, 3]),
             n=3,
             priority=-7,
         )
@@ -277,7 +285,7 @@ async def test_what_is_given_arrives():
     bias = ((3, -1), (9, 1))
     assert request.sampling == SamplingParams(SAMPLING, logit_bias=bias, seed=2**64 - 1)
     assert request.stop == StopConditions(max_tokens=9, min_tokens=3, stop_token_ids=(5, 2))
-    assert request.output == OutputOptions(logprobs=True, top_logprobs=4)
+    assert request.output == OutputOptions(logprobs=True, top_logprobs=4, logprob_ids=(9, 3))
 
 
 async def test_a_vocabulary_becomes_biases_and_sequences(tokenizer: Tokenizer):
@@ -309,11 +317,10 @@ async def test_more_tokens_than_fit_become_as_many_as_fit():
 
 async def test_a_request_for_more_outputs_than_one_may_have_is_told_which_numbers_are_too_large():
     settings = CallerSettings(max_request_outputs=2000)
-    scored = pb.OutputOptions(logprobs=True, top_logprobs=4)
+    scored = pb.OutputOptions(logprobs=True, top_logprobs=1, logprob_token_ids=[1, 2, 3])
     asked = {"n": 20, "output": scored}
-    with pytest.raises(
-        InvalidRequest, match=r"n=20 x max_tokens=21 x \(1 \+ top_logprobs=4\) is 2100"
-    ):
+    each = r"\(1 \+ top_logprobs=1 \+ logprob_token_ids=3\)"
+    with pytest.raises(InvalidRequest, match=f"n=20 x max_tokens=21 x {each} is 2100"):
         await read(prompt(stop=pb.StopConditions(max_tokens=21), **asked), settings=settings)
     most = await read(prompt(stop=pb.StopConditions(max_tokens=20), **asked), settings=settings)
     assert most.stop.max_tokens == 20

@@ -88,6 +88,7 @@ async def test_a_text_prompt_is_completed_with_text(engines: FakeEngines, either
     engines.echoes = True
     completion = await either.complete("h€llo")
     assert completion.text == "h€llo"
+    assert completion.prompt_token_ids == []
     assert completion.finish.reason == "length"
 
 
@@ -118,7 +119,8 @@ async def test_deltas_come_while_the_request_runs(engines: FakeEngines, either: 
 async def test_log_probabilities_stand_beside_their_tokens_once(
     engines: FakeEngines, either: Client | Many
 ):
-    asked: Options = {"logprobs": True, "prompt_logprobs": True, "top_logprobs": 2}
+    asked: Options = {"logprobs": True, "prompt_logprobs": True, "top_logprobs": 2, "echo": True}
+    asked["logprob_token_ids"] = [9]
     async with aclosing(either.generate([5, 6, 7], **asked)) as deltas:
         coming = asyncio.ensure_future(anext(deltas))
         [sequence] = (await engines.arrivals.get()).sequences
@@ -131,7 +133,8 @@ async def test_log_probabilities_stand_beside_their_tokens_once(
         engines.finish(sequence)
         [last] = [delta async for delta in deltas]
     assert [entry.token_id for entry in first.prompt_logprobs] == [6, 7]
-    assert first.logprobs == [TokenLogprob(10, -1.25, ((10, -1.0), (1, -2.0)))]
+    assert first.logprobs == [TokenLogprob(10, -1.25, ((10, -1.0), (1, -2.0)), (-2.5,))]
+    assert (first.prompt_token_ids, last.prompt_token_ids) == ([5, 6, 7], [])
     assert (last.prompt_logprobs, [entry.token_id for entry in last.logprobs]) == ([], [11])
 
 

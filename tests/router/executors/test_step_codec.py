@@ -197,6 +197,10 @@ DEFAULTS = make_sequence()
             [make_sequence(output=OutputOptions(logprobs=True, top_logprobs=3)), DEFAULTS],
             {"scores_output": [1, 0], "num_top_logprobs": [3, 0]},
         ),
+        (
+            [DEFAULTS, make_sequence(output=OutputOptions(logprobs=True, logprob_ids=(9, 4)))],
+            {"scores_output": [0, 1], "num_logprob_ids": [0, 2], "logprob_ids": [9, 4]},
+        ),
         (  # stop tokens are suppressed until the shortest output
             [
                 make_sequence(min_tokens=4, stop_token_ids=(7, 8)),
@@ -428,7 +432,8 @@ def test_an_answer_for_another_rank_is_refused() -> None:
 
 
 def scored_batch() -> RankBatch:
-    sequence = make_sequence(output=OutputOptions(logprobs=True, top_logprobs=2))
+    output = OutputOptions(logprobs=True, top_logprobs=2, logprob_ids=(7,))
+    sequence = make_sequence(output=output)
     return RankBatch(
         BatchMode.EXTEND,
         ints(0),
@@ -445,6 +450,7 @@ def scores(num_scores: int, num_top: int) -> pb.StepResponse:
         logprobs=np.arange(num_scores, dtype=np.float32).tobytes(),
         top_ids=np.arange(num_top, dtype=np.int32).tobytes(),
         top_logprobs=np.arange(num_top, dtype=np.float32).tobytes(),
+        given_logprobs=np.arange(num_scores, dtype=np.float32).tobytes(),
     )
 
 
@@ -453,6 +459,7 @@ def test_log_probabilities_are_read_back() -> None:
     assert result.logprobs.tolist() == [0.0, 1.0, 2.0]
     assert result.top_ids.tolist() == [0, 1, 2, 3, 4, 5]
     assert result.top_logprobs.dtype == np.float32
+    assert result.given_logprobs.tolist() == [0.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("token_id", [-7, 50, 2**31 - 1])
@@ -465,7 +472,7 @@ def test_an_alternative_outside_the_vocabulary_is_refused(token_id: int) -> None
 
 @pytest.mark.parametrize(("num_scores", "num_top"), [(2, 6), (4, 6), (3, 5), (0, 0)])
 def test_missing_log_probabilities_are_refused(num_scores: int, num_top: int) -> None:
-    with pytest.raises(WrongAnswer, match=r"where \(12, 24, 24\) are due"):
+    with pytest.raises(WrongAnswer, match=r"where \(12, 24, 24, 12\) are due"):
         decode(scores(num_scores, num_top), scored_batch())
 
 

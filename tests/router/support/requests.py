@@ -47,7 +47,8 @@ def make_request(
 def scored(token_id: int, *top_ids: int) -> TokenLogprob:
     """A token with a log probability of its own; those of its alternatives are -1, -2, ..."""
     top_logprobs = -np.arange(1, len(top_ids) + 1, dtype=np.float32)
-    return TokenLogprob(token_id, -token_id / 8, np.array(top_ids, np.int32), top_logprobs)
+    given = np.array([-token_id / 4], np.float32)
+    return TokenLogprob(token_id, -token_id / 8, np.array(top_ids, np.int32), top_logprobs, given)
 
 
 def _now() -> float:

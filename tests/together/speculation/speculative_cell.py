@@ -284,6 +284,7 @@ def _submit(router: Router, ask: Ask) -> Request:
             logprobs=ask.logprobs,
             prompt_logprobs=ask.prompt_logprobs,
             top_logprobs=ask.num_top if ask.logprobs or ask.prompt_logprobs else 0,
+            logprob_ids=(NEWLINE, 50) if ask.logprobs or ask.prompt_logprobs else (),
         ),
         n=ask.n,
         grammar=ask.grammar,
@@ -297,7 +298,7 @@ def _answer(sequence: Any) -> Answer:
     return Answer(
         tuple(sequence.tokens[sequence.num_prompt_tokens : sequence.num_tokens].tolist()),
         sequence.finish_reason,
-        tuple(one.logprob for one in scored),
+        tuple(value for one in scored for value in (one.logprob, *one.given_logprobs.tolist())),
         tuple(tuple(one.top_ids.tolist()) for one in scored),
     )
 

@@ -374,28 +374,33 @@ def test_uniform_samples_are_uniform_over_seeds_and_over_positions():
         assert p_value(neighbours[::2], torch.full((49,), 1 / 49)) > 0.001
 
 
-def scores_of(logits: torch.Tensor, token_ids: list[int], num_top: list[int]) -> Any:
+def scores_of(
+    logits: torch.Tensor, token_ids: list[list[int]], num_top: list[int], num_given: list[int]
+) -> Any:
     """Returns what ``cut_scores`` does."""
     tops = np.array(num_top)
-    return cut_scores(score(logits, torch.tensor(token_ids), tops).numpy(), tops)
+    found = score(logits, torch.tensor(token_ids), tops).numpy()
+    return cut_scores(found, tops, np.array(num_given))
 
 
 def test_scores_are_log_probabilities_of_the_untouched_logits():
     logits = torch.stack([random_logits(seed=seed) for seed in range(3)])
     expected = logits.log_softmax(-1)
 
-    logprobs, top_ids, top_logprobs = scores_of(logits, [4, 0, 7], [2, 0, 3])
+    ids = [[4, 9, 0], [0, 1, 2], [7, 0, 0]]
+    logprobs, top_ids, top_logprobs, given = scores_of(logits, ids, [2, 0, 3], [1, 2, 0])
 
     likeliest = torch.cat([expected[0].topk(2)[0], expected[2].topk(3)[0]])
     np.testing.assert_allclose(logprobs, expected[[0, 1, 2], [4, 0, 7]], rtol=1e-5)
     assert top_ids.tolist() == [*expected[0].topk(2)[1], *expected[2].topk(3)[1]]
     np.testing.assert_allclose(top_logprobs, likeliest, rtol=1e-5)
+    np.testing.assert_allclose(given, expected[[0, 1, 1], [9, 1, 2]], rtol=1e-5)
 
 
 def test_which_of_equally_likely_tokens_are_named_does_not_depend_on_what_others_want():
     logits = torch.zeros(2, 2000)
-    alone = scores_of(logits[:1], [4], [2])[1]
-    beside = scores_of(logits, [4, 4], [2, 20])[1]
+    alone = scores_of(logits[:1], [[4]], [2], [0])[1]
+    beside = scores_of(logits, [[4], [4]], [2, 20], [0, 0])[1]
     assert beside[:2].tolist() == alone.tolist()
 
 
