@@ -436,3 +436,107 @@ async def test_a_gateway_that_has_the_model_needs_no_tokenizer_of_ours(
         answers = await gateway.answers(CHAT, False, **fields_of(CHAT, rev("abacus")))
 
     assert answers == {0: "sucaba"}
+
+
+# ---- OpenAI's own client, whose reference says what each field does
+
+needs_openai = pytest.mark.skipif(
+    importlib.util.find_spec("openai") is None,
+    reason="the package openai is not in the environment: pip install -c constraints.txt openai",
+)
+USER = [{"role": "user", "content": "17+25="}]
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": SUM}} for name in ("add", "sub")
+]
+
+
+@pytest_asyncio.fixture
+async def openai_chat(gateway: Gateway) -> AsyncIterator[Any]:
+    """Asks for a completion of a chat as OpenAI's client does."""
+    import openai
+
+    url = f"http://127.0.0.1:{gateway.port}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        defaults = {"model": DEMO_MODEL.name, "messages": USER, "temperature": 0, "max_tokens": 64}
+        yield lambda **fields: client.chat.completions.create(**defaults | fields)
+
+
+@needs_openai
+async def test_openais_client_gets_answers_choices_and_usage(openai_chat: Any):
+    whole = await openai_chat(n=3)
+    assert [(c.message.content, c.finish_reason) for c in whole.choices] == [("42", "stop")] * 3
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (7, 3 * len("42\n"))
+    [choice] = (await openai_chat(stop=["9", "2"])).choices
+    assert (choice.message.content, choice.finish_reason) == ("4", "stop")
+    [choice] = (await openai_chat(max_completion_tokens=1)).choices
+    assert (choice.message.content, choice.finish_reason) == ("4", "length")
+    [choice] = (await openai_chat(logprobs=True, top_logprobs=2)).choices
+    assert [(e.token, len(e.top_logprobs)) for e in choice.logprobs.content] == [("4", 2), ("2", 2)]
+    random = {"messages": [{"role": "user", "content": "rev "}], "temperature": 1.8}
+    texts = [
+        (await openai_chat(seed=seed, **random)).choices[0].message.content for seed in (7, 7, 8)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@needs_openai
+async def test_openais_client_gets_a_stream_with_its_usage(openai_chat: Any):
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *events, last = [e async for e in await openai_chat(logprobs=True, top_logprobs=1, **options)]
+    [choices] = zip(*[event.choices for event in events], strict=True)
+    assert "".join(choice.delta.content or "" for choice in choices) == "42"
+    assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["stop"]
+    scored = [e for choice in choices if choice.logprobs for e in choice.logprobs.content]
+    assert [entry.token for entry in scored] == ["4", "2"]
+    assert (last.choices, last.usage.completion_tokens) == ([], 3)
+
+
+@needs_openai
+async def test_openais_client_gets_json_and_calls_of_tools(openai_chat: Any):
+    [choice] = (await openai_chat(response_format={"type": "json_object"})).choices
+    assert choice.message.content.startswith("{")  # the model knows no end of it
+    schema = {"type": "json_schema", "json_schema": NAMED_SUM | {"strict": True}}
+    [choice] = (await openai_chat(response_format=schema)).choices
+    jsonschema.validate(json.loads(choice.message.content), SUM)
+    named = {"type": "function", "function": {"name": "sub"}}
+    for tools, tool_choice, name in ((TOOLS, named, "sub"), (TOOLS[:1], "required", "add")):
+        answer = await openai_chat(tools=tools, tool_choice=tool_choice, max_tokens=200)
+        [choice] = answer.choices
+        assert choice.finish_reason == "tool_calls"
+        [call] = choice.message.tool_calls
+        assert call.function.name == name
+        jsonschema.validate(json.loads(call.function.arguments), SUM)
+
+
+@needs_openai
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"n": 0}, "n"),
+        ({"stop": ["a"] * 5}, "stop"),
+        ({"temperature": 3.0}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"presence_penalty": 3.0}, "presence_penalty"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"modalities": ["text", "audio"]}, "modality"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"type": "array", "uniqueItems": True}},
+                }
+            },
+            "json_schema: at #",
+        ),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+async def test_what_openais_client_may_not_ask_is_refused_by_name(
+    openai_chat: Any, fields: dict[str, Any], named: str
+):
+    import openai
+
+    with pytest.raises(openai.BadRequestError) as caught:
+        await openai_chat(**fields)
+    assert named in f"{caught.value.param} {caught.value.message}"
