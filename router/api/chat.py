@@ -50,32 +50,29 @@ def read_templates(folder: Path, file: Path | None, timeout_s: float) -> Setting
         sources, origin = file.read_text(), str(file)
     if not sources:
         return None
-    if isinstance(sources, list):
-        sources = {each["name"]: each["template"] for each in sources}
-        if "default" not in sources:
-            raise ValueError(
-                f"chat_template: {origin} names {sorted(sources)} but no 'default'; give a file"
-            )
-    else:
-        sources = {"default": sources}
-    for source in sources.values():
-        if (size := len(source.encode())) > MAX_TEMPLATE_BYTES:
-            raise ValueError(
-                f"chat_template: that of {origin} has {size} bytes; at most {MAX_TEMPLATE_BYTES} fit"
-            )
-        try:
+    try:
+        named = {"default": sources}
+        if isinstance(sources, list):
+            named = {each["name"]: each["template"] for each in sources}
+        if "default" not in named:
+            raise ValueError(f"it names {sorted(named)}, but no 'default'")
+        for source in named.values():
+            if (size := len(source.encode())) > MAX_TEMPLATE_BYTES:
+                raise ValueError(f"it has {size} bytes; at most {MAX_TEMPLATE_BYTES} fit")
             new_environment().parse(source)
-        except Exception as error:  # also recursion that is too deep
-            raise ValueError(
-                f"chat_template: that of {origin} is none: {error}; give another one"
-            ) from error
+    except (
+        Exception
+    ) as error:  # a file of another shape, a wrong template, recursion that is too deep
+        raise ValueError(
+            f"chat_template: that of {origin} is none: {error}; give another one"
+        ) from error
     special = {**_read_json(folder / "special_tokens_map.json"), **config}
     tokens = {
         name: value["content"] if isinstance(value, dict) else value
         for name, value in special.items()
         if name.endswith("_token") and isinstance(value, str | dict)
     }
-    return Settings(sources, tokens, timeout_s)
+    return Settings(named, tokens, timeout_s)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

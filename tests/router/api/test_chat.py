@@ -172,12 +172,18 @@ def test_templates_are_found_where_checkpoints_have_them(tmp_path: Path):
     [
         ("{% if %}", "is none: Expected an expression"),
         ("x" * (1 << 20) + "y", "1048577 bytes"),
+        ([{"name": "rag", "template": "a"}], r"names \['rag'\], but no 'default'"),
+        ([{"template": "a"}], "'name'; give another"),
+        ({"default": "a"}, "is none: 'dict' object"),
     ],
 )
-def test_a_template_that_is_none_stops_the_start(tmp_path: Path, source: str, problem: str):
-    (tmp_path / "given").write_text(source)
+def test_a_template_that_is_none_stops_the_start(tmp_path: Path, source: Any, problem: str):
+    given = tmp_path / "given"
+    if isinstance(source, str):
+        given.write_text(source)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": source}))
     with pytest.raises(ValueError, match=problem):
-        read_templates(tmp_path, tmp_path / "given", 1.0)
+        read_templates(tmp_path, given if given.is_file() else None, 1.0)
 
 
 # The first message says what the template does; others are none of its business.
