@@ -48,7 +48,10 @@ class HeldBytes:
     Models, attention and the KV pool are not entered on the way: they have lines of their own.
     """
 
-    _ENTERED = ("executor.runners.", "executor.graph.", "executor.speculative.", "executor.worker")
+    _ENTERED = (
+        *("executor.runners.", "executor.graph.", "executor.speculative.", "executor.worker"),
+        "executor.model.sampling.",
+    )
 
     def __init__(self) -> None:
         self._seen: set[int] = set()

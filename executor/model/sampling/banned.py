@@ -26,22 +26,21 @@ class BannedSequences:
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
-        self._num_rows = num_rows
         self._device = device
         self._most = 0  # sequences that any row has had
-        self._recent: torch.Tensor | None = None  # [R, L], the newest last; once a row has some
-        self._heads: torch.Tensor  # [R, W, L], what comes before the last token, ANY before that
-        self._lasts: torch.Tensor  # [R, W]
+
+        def table(value: int, *shape: int) -> torch.Tensor:
+            return torch.full((num_rows, *shape), value, dtype=torch.int64, device=device)
+
+        self._recent = table(NONE, WIDTH)  # the newest last
+        self._heads = table(NEVER, MAX_BANNED, WIDTH)  # [R, W, L], all but the last, behind ANY
+        self._lasts = table(0, MAX_BANNED)
 
     def start(self, starts: RowStarts) -> BoolArray:
         """Takes what these rows shall not have. Returns which have some, bool [A]."""
         has_some: BoolArray = starts.num_banned > 0
         if not has_some.any():
             return has_some
-        if self._recent is None:
-            self._recent = self._table(NONE, WIDTH)
-            self._heads = self._table(NEVER, MAX_BANNED, WIDTH)
-            self._lasts = self._table(0, MAX_BANNED)
         self._most = max(self._most, int(starts.num_banned.max()))
         members = np.flatnonzero(has_some)
         recent = np.full((len(members), WIDTH), NONE)
@@ -72,18 +71,13 @@ class BannedSequences:
             logits: float32 [S, V].
             at: int64 [S], rows that have banned sequences.
         """
-        assert self._recent is not None, "rows have started that have some"
         heads, recent = self._heads[at, : self._most], self._recent[at][:, None]
         is_due = ((heads == recent) | (heads == ANY)).all(dim=2)
         return logits.scatter_add(1, self._lasts[at, : self._most], is_due.to(logits.dtype) * BAN)
 
     def remember(self, tokens: torch.Tensor, at: torch.Tensor) -> None:
         """Adds a token, int64 [S], to the output of each of these rows, int64 [S]."""
-        assert self._recent is not None, "rows have started that have some"
         self._recent[at] = torch.cat((self._recent[at, 1:], tokens[:, None]), dim=1)
-
-    def _table(self, value: int, *shape: int) -> torch.Tensor:
-        return torch.full((self._num_rows, *shape), value, dtype=torch.int64, device=self._device)
 
     def _index(self, values: Int64Array) -> torch.Tensor:
         return to_device(values, self._device)

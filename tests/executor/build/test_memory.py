@@ -104,8 +104,9 @@ def test_the_table_has_the_bytes_of_all_that_is_made_between_the_models_and_the_
     told = {line.what: line.bytes for line in description.budget.lines}
     held = [told.get(what, 0) for what in HELD]
     assert made == [sum(held)]
+    state = [*vars(worker._sampler).values(), *vars(worker._sampler._banned).values()]
     assert told["sampling state of each row"] == sum(
-        value.nbytes for value in vars(worker._sampler).values() if isinstance(value, torch.Tensor)
+        value.nbytes for value in state if isinstance(value, torch.Tensor)
     )
     seen = ("max_num_seqs", "largest decode graph", "hidden states of")
     bounds = [line.bound for line in description.budget.lines if line.what in HELD]
