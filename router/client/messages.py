@@ -59,7 +59,7 @@ class Options(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     stop_strings: Sequence[str]
     ignore_eos: bool
-    # Constraint: one of them at most
+    # Constraint: one of these at most, and one of the two behind them
     json_schema: str
     json_object: bool
     regex: str
@@ -224,6 +224,9 @@ _PARTS = {  # of a GenerateRequest, and the options that go there
     "vocabulary": serving_pb2.Vocabulary.DESCRIPTOR.fields_by_name,
     "output": serving_pb2.OutputOptions.DESCRIPTOR.fields_by_name,
 }
+_CONSTRAINTS = {
+    field.name for field in serving_pb2.Constraint.DESCRIPTOR.oneofs_by_name["kind"].fields
+}
 
 
 def failure_of_call(error: grpc.aio.AioRpcError) -> CallFailed:
@@ -254,7 +257,8 @@ def to_request(prompt: Prompt, options: Options) -> serving_pb2.GenerateRequest:
         part = next((part for part, names in _PARTS.items() if name in names), None)
         (fields if part is None else fields.setdefault(part, {}))[name] = value
     timeout_s = fields.pop("timeout_s", None)
-    if len(constraints := fields.get("constraint", ())) > 1:  # protobuf would keep the last
+    constraints = [name for name in fields.get("constraint", ()) if name in _CONSTRAINTS]
+    if len(constraints) > 1:  # protobuf would keep the last
         raise ValueError(f"{' and '.join(constraints)}: an output has one constraint at most")
     request = serving_pb2.GenerateRequest(**fields)
     if isinstance(prompt, str):

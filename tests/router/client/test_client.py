@@ -188,8 +188,9 @@ async def test_constraints_reach_the_engine(
 ):
     engines.echoes = True
     option: Any = {"json_object" if given is True else kind: given}
-    await either.complete([5], max_tokens=1, **option)
-    assert (await engines.arrivals.get()).grammar == build_grammar(kind, text)
+    await either.complete([5], max_tokens=1, after_token_ids=[7, 9], **option)
+    request = await engines.arrivals.get()
+    assert (request.grammar, request.grammar_after) == (build_grammar(kind, text), (7, 9))
 
 
 async def test_a_chat_reaches_the_router_as_it_was_given(
