@@ -1,15 +1,16 @@
 """Times the router's own work per step, in one process and without transport.
 
     python -m tests.bench.router.bench_router_step [--ranks 16] [--rows 256] [--output 512]
-        [--subscribers -1] [--profile]
+        [--subscribers -1] [--untimed] [--profile]
 
 Every row decodes: 16 ranks of 256 sequences, blocks of 16 tokens, prompts of 128 random tokens and
 outputs of 512, all at different places. So in each step about 8 sequences finish, 8 others are
 bound and prefilled, and 256 rows get a block. With `--output 16384` hardly any finishes: what is
 left is the work for rows that only go on; with `--window 128`, in two lists of blocks. At 512, the
 pool is as full as after hours of serving: each block that is acquired evicts a cached one, and each
-full block is named for the prefix cache. Two steps are in flight. One columnar listener takes all tokens of each step into one
-GenerateManyResponse. With `--subscribers 0`, what blocks hold is logged, as it is where the service
+full block is named for the prefix cache. Two steps are in flight, on a clock of their own: executors
+say that they took what a model of 30B-A3B would, so that prompts go by time. One columnar listener
+takes all tokens of each step into one GenerateManyResponse. With `--subscribers 0`, what blocks hold is logged, as it is where the service
 for gateways is on; with 1, a gateway subscribes to it, and is told every fifth step.
 
     plan     WaitingQueue.submit, Scheduler.schedule
@@ -21,7 +22,8 @@ for gateways is on; with 1, a gateway subscribes to it, and is told every fifth 
     events   BlockFeed.flush, and SerializeToString of its batches
 
 Making requests and the executors' answers is not counted. The garbage collector is off, as a
-collection would hit one phase at random. Times are CPU times of the one thread: what neighbours on
+collection would hit one phase at random. With `--untimed` executors do not say what they took, and
+all prompts that fit run at once. Times are CPU times of the one thread: what neighbours on
 the same cores take is not in them, though what they do to the caches is.
 """
 
@@ -57,6 +59,7 @@ from router.scheduling.step import (
     StepPlan,
     window_reach,
 )
+from tests.bench.policies.world import COSTS
 from tests.bench.support.options import parse_options
 from tests.router.support.requests import make_request
 
@@ -86,9 +89,13 @@ class Bench:
         output_len: int = 512,
         kv_window: int = 0,
         num_subscribers: int = -1,
+        *,
+        is_timed: bool = True,
     ) -> None:
         self.rng = np.random.default_rng(0)
         self.output_len = output_len
+        self.is_timed = is_timed
+        self.now = 0.0
         blocks_per_row = (PROMPT_LEN + output_len) // BLOCK_SIZE
         if kv_window:
             blocks_per_row += min(blocks_per_row, 2 + window_reach(kv_window, BLOCK_SIZE))
@@ -111,7 +118,7 @@ class Bench:
             self.admission,
             listeners,
             SchedulerSettings(),
-            clock=time.monotonic,
+            clock=lambda: self.now,
             on_end=self._on_end,
             logs_blocks=num_subscribers >= 0,
         )
@@ -152,6 +159,7 @@ class Bench:
             return
 
         plan, checksum, answers = self.in_flight.popleft()
+        self.now += _seconds_of(plan)
         result = self._timed(times, lambda: _decode(answers, plan.batches, checksum))
         self._timed(times, lambda: self.scheduler.commit(plan, result))
         self._timed(times, self._read)
@@ -177,7 +185,8 @@ class Bench:
         """Ends the subscriptions."""
         for task in self._subscribers:
             task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*self._subscribers, return_exceptions=True))
+        if self._subscribers:
+            self._loop.run_until_complete(asyncio.wait(self._subscribers))
         self._loop.close()
 
     async def _write(self, batch: Any) -> None:
@@ -199,7 +208,7 @@ class Bench:
         ).SerializeToString()
 
     def _answer(self, plan: StepPlan, step_id: int, checksum: int) -> list[bytes]:
-        answers = []
+        answers, forward_ns = [], int(_seconds_of(plan) * 1e9) if self.is_timed else 0
         for rank, batch in enumerate(plan.batches):
             num_sampled = len(batch.rows) if batch.samples is None else int(batch.samples.sum())
             tokens = self.rng.integers(1, VOCAB_SIZE, num_sampled, dtype=np.int32)
@@ -210,6 +219,7 @@ class Bench:
                 ranks=[part],
                 agreement_crc32=checksum,
                 part_crc32=rank,
+                forward_ns=forward_ns,
             )
             answers.append(response.SerializeToString())
         return answers
@@ -226,12 +236,18 @@ class Bench:
             stop_token_ids=(0,),
             tag=number,
             is_columnar=True,
+            arrival_time=self.now,
         )
 
     def _on_end(self, sequence: Sequence) -> None:
         self._ended.append(sequence)
         sequence.request.listener.ended.append(sequence)
         sequence.request.listener.wake()
+
+
+def _seconds_of(plan: StepPlan) -> float:
+    pairs = None if plan.num_pairs is None else plan.num_pairs.tolist()
+    return COSTS["30b"].seconds(plan.agreement.global_num_tokens, plan.kv_tokens.tolist(), pairs)
 
 
 def _decode(
@@ -244,16 +260,17 @@ def _decode(
 
 def main() -> None:
     sizes = {"ranks": 16, "rows": 256, "output": 512, "steps": 1000, "window": 0}
-    options = parse_options(__doc__, profile=False, subscribers=-1, **sizes)
+    options = parse_options(__doc__, profile=False, untimed=False, subscribers=-1, **sizes)
 
-    bench = Bench(options.ranks, options.rows, options.output, options.window, options.subscribers)
+    numbers = options.ranks, options.rows, options.output, options.window, options.subscribers
+    bench = Bench(*numbers, is_timed=not options.untimed)
     for _ in range(min(2 * options.output, MAX_WARM_UP)):
         bench.step()
     bench.times.clear()
     bench.num_events.clear()
     gc.collect()
     gc.disable()
-    profile = cProfile.Profile()
+    profile = cProfile.Profile(time.thread_time)
     if options.profile:
         profile.enable()
     for _ in range(options.steps):
@@ -271,11 +288,10 @@ def main() -> None:
         f"router work per step: {options.ranks} ranks x {options.rows} sequences; "
         f"{np.mean(bench.num_events):.1f} end per step; {num_cached} blocks cached, {num_free} free"
     )
-    print(f"{'us':<10}{'median':>10}{'min':>10}{'p90':>10}")
+    print(f"{'us':<10}{'median':>10}{'mean':>10}{'min':>10}{'p90':>10}")
     for name, column in zip((*PHASES, "total"), times.T, strict=True):
-        print(
-            f"{name:<10}{np.median(column):>10.1f}{column.min():>10.1f}{np.percentile(column, 90):>10.1f}"
-        )
+        values = np.median(column), column.mean(), column.min(), np.percentile(column, 90)
+        print(f"{name:<10}" + "".join(f"{value:>10.1f}" for value in values))
 
 
 if __name__ == "__main__":
