@@ -1,5 +1,6 @@
 """Choice of the rank for a waiting sequence, from what every rank runs and holds."""
 
+import math
 from bisect import insort
 from collections.abc import Sequence as SequenceOf
 
@@ -71,14 +72,20 @@ class RankLoads:
         self._prompts = prompts
         self._num_decodes = num_decodes
         self._limits = [min(chunk, shape.max_num_batched_tokens - num) for num in num_decodes]
-        self._kv_work = KV_STEPS * prices.kv / prices.token
+        self._kv_work = KV_STEPS * prices.kv / prices.token * shape.block_size
+        self._num_left = [sum(prompt.left for prompt in rank) for rank in prompts]
         self._num_promised_blocks = [
             sum(
-                self._num_missing(int(table.num_extend[row]), int(table.num_blocks[row]))
-                for *_, row in rank
+                self._num_missing(prompt.done + prompt.left, int(table.num_blocks[prompt.row]))
+                for prompt in rank
             )
+            if rank
+            else 0
             for rank in prompts
         ]
+        self._room, self._work = [0.0] * shape.dp_size, [0.0] * shape.dp_size
+        for rank in range(shape.dp_size):
+            self._look_at(rank)
         self.is_stuck = False
 
     def pick(
@@ -99,45 +106,53 @@ class RankLoads:
             something of the sequence in this step.
         """
         self.is_stuck, best, least = True, None, 0.0
-        block_size = self._shape.block_size
-        for rank, prompts in enumerate(self._prompts):
-            if not self._table.has_free_row(rank) or not self._fits(rank, num_tokens, cached[rank]):
+        num_new, block_size = self._num_missing(num_tokens, 0), self._shape.block_size
+        for rank, room in enumerate(self._room):
+            num_taken, work = num_new, self._work[rank]
+            if num_held := len(cached[rank].blocks):
+                num_taken = self._num_taken(rank, num_tokens, cached[rank])
+                work -= num_held * block_size
+            if num_taken > room:
                 continue
             self.is_stuck = False
-            before = behind = 0
-            for prompt in prompts:
+            behind = 0
+            for prompt in reversed(self._prompts[rank]):
                 if prompt.turn < turn:
-                    before += prompt.left
-                else:
-                    behind += prompt.left
+                    break
+                behind += prompt.left
+            before = self._num_left[rank] - behind
             if before >= self._limits[rank]:
                 continue
-            work = self._num_decodes[rank] + before + BEHIND * behind
-            work += self._kv_work * self._pools[rank].num_used * block_size
-            work -= len(cached[rank].blocks) * block_size
+            work += before + BEHIND * behind
             if best is None or work < least:
                 best, least = rank, work
         return best
 
-    def _fits(self, rank: int, num_tokens: int, cached: CachedPrefix) -> bool:
-        """Whether the rank's pool has place for all known tokens of a sequence and one more.
-
-        Beyond that, one free column is left for each sequence that the rank already has, which
-        will want it soon. An empty rank takes any sequence that the model's length admits.
-        """
-        num_next = self._table.num_bound(rank) * self._table.num_lists
-        if num_next == 0:
-            return True
-        pool = self._pools[rank]
-        num_taken = self._num_missing(num_tokens, len(cached.blocks))
-        num_taken += sum(pool.num_unused(block_ids) for block_ids in cached if len(block_ids))
-        return num_taken + num_next <= pool.num_available - self._num_promised_blocks[rank]
+    def _num_taken(self, rank: int, num_tokens: int, cached: CachedPrefix) -> int:
+        """Returns blocks that a sequence would take from a rank's pool in all."""
+        num_unused = sum(map(self._pools[rank].num_unused, cached))
+        return num_unused + self._num_missing(num_tokens, len(cached.blocks))
 
     def add(self, rank: int, prompt: Prompt, num_held: int) -> None:
         """Counts a prompt that was just bound, and holds so many blocks of others."""
         insort(self._prompts[rank], prompt)
-        num_tokens = prompt.done + prompt.left
-        self._num_promised_blocks[rank] += self._num_missing(num_tokens, num_held)
+        self._num_left[rank] += prompt.left
+        self._num_promised_blocks[rank] += self._num_missing(prompt.done + prompt.left, num_held)
+        self._look_at(rank)
+
+    def _look_at(self, rank: int) -> None:
+        """Notes what a rank has to do, and how many blocks another sequence may take.
+
+        Those are all for its known tokens and one more. Beyond them, one free column is left for
+        each sequence that the rank already has, which will want it soon. An empty rank takes any
+        sequence that the model's length admits.
+        """
+        pool, num_bound = self._pools[rank], self._table.num_bound(rank)
+        self._work[rank] = self._num_decodes[rank] + self._kv_work * pool.num_used
+        num_kept = self._num_promised_blocks[rank] + num_bound * self._table.num_lists
+        self._room[rank] = pool.num_available - num_kept if num_bound else math.inf
+        if not self._table.has_free_row(rank):
+            self._room[rank] = 0
 
     def _num_missing(self, num_tokens: int, num_held: int) -> int:
         """Blocks for this many tokens and the one that they lead to, where a row holds so many."""

@@ -236,14 +236,19 @@ class Scheduler:
         self._learn_prices()
         prompts = self._bound_prompts(rows)
         budget = self._open_budget(runs, num_decodes, prompts) if self._goes_by_time else None
+        num_preemptions = sum(self.num_preemptions)
         num_stuck = self._bind_waiting(num_decodes, prompts, budget)
-        runs &= table.status == RowStatus.DECODE
-        prompts = [[p for p in rank if table.status[p.row] == RowStatus.EXTEND] for rank in prompts]
+        if sum(self.num_preemptions) > num_preemptions:
+            status = table.status
+            runs &= status == RowStatus.DECODE
+            prompts = [[p for p in rank if status[p.row] == RowStatus.EXTEND] for rank in prompts]
         if self._drafting is not None:
             limits = self._drafting.take_turn(runs, has_waiting=len(self._waiting) > 0)
             if limits is not None:
                 return limits, []
         counts = self._fill(prompts, num_decodes, budget, num_stuck)
+        if not any(counts):
+            return None, []
         chunks = self._take_chunks(prompts, num_decodes, counts)
         runs &= table.status == RowStatus.DECODE
         return None, chunks

@@ -187,15 +187,16 @@ def fill(budget: Budget, prompts: Prompts, min_chunk: int) -> list[int]:
     """
     prices, own, num_ranks = budget.prices, budget.own, len(prompts)
     sums = [
-        min(sum(prompt.left for prompt in rank), free)
+        min(sum(prompt.left for prompt in rank), free) if rank else 0
         for rank, free in zip(prompts, budget.num_free, strict=True)
     ]
     least = max(own)
     room = budget.seconds - budget.base + least  # for the level, and all that it runs
-    whole = [
+    whole = (
         decodes + sum(n * (prices.row + prices.pair * (done + n / 2)) for _, n, done, _ in rank)
         for rank, decodes in zip(prompts, own, strict=True)
-    ]
+        if rank
+    )
 
     def at(level: float) -> tuple[list[float], float]:
         counts = [
@@ -205,8 +206,8 @@ def fill(budget: Budget, prompts: Prompts, min_chunk: int) -> list[int]:
         return counts, max(least, level) + prices.mean * sum(counts) / num_ranks - room
 
     counts = [float(most) for most in sums]
-    low, high = min(own), max(whole)
-    over = max(least, high) + prices.mean * sum(sums) / num_ranks - room
+    low, high = min(own), max((least, *whole))
+    over = high + prices.mean * sum(sums) / num_ranks - room
     if over > 0:
         counts, under = at(low)
         for _ in range(MAX_TURNS):
@@ -236,15 +237,18 @@ def _with_rest(prompts: SequenceOf[Prompt], count: int, most: int) -> int:
 
 def seconds_of(budget: Budget, prompts: Prompts, counts: SequenceOf[int]) -> float:
     """Returns what a step takes that runs so many tokens of each rank's prompts."""
-    prices, longest = budget.prices, 0.0
+    prices = budget.prices
+    longest = least = max(budget.own)
     for rank, decodes, count in zip(prompts, budget.own, counts, strict=True):
+        if not rank:
+            continue
         seconds = decodes
         for _, left, done, _ in rank:
             num = min(left, count)
             seconds += num * (prices.row + prices.pair * (done + num / 2))
             count -= num
         longest = max(longest, seconds)
-    return budget.base + longest - max(budget.own) + prices.mean * sum(counts) / len(counts)
+    return budget.base + longest - least + prices.mean * sum(counts) / len(counts)
 
 
 # ---- hold and trim
