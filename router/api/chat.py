@@ -119,9 +119,11 @@ class ChatRenderer:
             InvalidRequest: A field of the chat is wrong.
             ChatTemplateFailed: The template makes no text of it.
         """
-        # A caller that leaves must not leave a worker behind that is still at work.
-        data = chat.SerializeToString()
-        return await asyncio.shield(asyncio.create_task(self._render(data, max_chars)))
+        rendering = asyncio.create_task(self._render(chat.SerializeToString(), max_chars))
+        # A caller that leaves must not leave a worker behind that is still at work, nor an error that
+        # nobody has looked at.
+        rendering.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(rendering)
 
     async def close(self) -> None:
         """Ends the processes."""

@@ -1,6 +1,7 @@
 """Chats become prompts by templates that may be hostile: none harms the router or another chat."""
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -251,6 +252,23 @@ async def test_a_worker_that_somebody_ended_is_replaced(chatting: Any, tokenizer
         if num_ended:
             await worker.process.wait()  # else the next chat finds it dying
     assert (await stub.CountTokens(pb.CountTokensRequest(chat=chat))).num_tokens == 2
+
+
+async def test_a_caller_that_left_leaves_no_error_behind(
+    chatting: Any, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+):
+    renderer = tokenizer.chat
+    assert renderer is not None
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="refuse")])
+    asking = asyncio.create_task(renderer.render(chat, 100))
+    while not renderer._workers:
+        await asyncio.sleep(0.001)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    while not renderer._idle:
+        await asyncio.sleep(0.001)
+    gc.collect()
+    assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
 async def test_a_chat_without_a_template_is_refused(tokenizer: Tokenizer):
