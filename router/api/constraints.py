@@ -12,7 +12,7 @@ from time import perf_counter, thread_time
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from protos.executor.grammars import (
     LIMITS,
@@ -33,6 +33,9 @@ NUM_KEPT = 256  # constraints whose grammar is kept, since most services send fe
 LOOK_S = 0.2  # at parts of a schema, for the one at fault
 
 NUM_TRIED = 4  # tokens of an output for which masks are tried
+# What a line of Lark's begins with, and none of GBNF's. llguidance's own expression for it goes on over
+# lines, in a time that grows with the square of an empty text's, and lets no other thread run.
+_LARK = re.compile(r"^[^\S\n]*(%llguidance\b|start\s*:)", re.MULTILINE)
 _ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})")
 _MULTIPLE = re.compile(r'"multipleOf"\s*:\s*(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)')
 
@@ -163,7 +166,8 @@ def try_build(kind: str, text: str) -> tuple[str, str]:
             case "regex":
                 grammar = LLMatcher.grammar_from_regex(text)
             case "grammar":
-                grammar = LLMatcher.grammar_from_lark(any_to_lark(text))
+                lark = text if _LARK.search(text) else gbnf_to_lark(text)
+                grammar = LLMatcher.grammar_from_lark(lark)
             case _:
                 choices = " | ".join(_dumps(choice) for choice in json.loads(text))
                 grammar = LLMatcher.grammar_from_lark(f"start: {choices}")

@@ -110,6 +110,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"regex": "abc((d{100}){100}){100}"}, "constraint.regex", "too many expressions"),
     ({"grammar": "start: nothing"}, "constraint.grammar", "unknown name"),
     ({"grammar": "(" * 9999}, "constraint.grammar", "cannot be read"),
+    ({"grammar": "\n" * 65_000}, "constraint.grammar", "No 'root' rule"),  # in a moment
     ({"choices": pb.Choices()}, "constraint.choices.values", "0 are not from 1"),
     ({"choices": pb.Choices(values=["a", ""])}, "constraint.choices.values[1]", "empty"),
 ]
