@@ -40,7 +40,7 @@ LOCKSTEP_SWEEP: Builds = {
         max_token_gap_ms=float(factor * target),
         first_token_weight=weight,
     )
-    for target in (15, 18, 21, 23, 25, 28, 31, 35, 40, 50, 60, 75, 100, 150, 200)
+    for target in (15, 18, *range(21, 32), 33, 35, 37, 40, 45, 50, 60, 75, 100, 150, 200)
     for factor in (1, 4)
     for weight in (10.0, 1e9)
     if factor * target <= 400
