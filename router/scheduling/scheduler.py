@@ -65,6 +65,9 @@ from router.scheduling.step_budget import (
 )
 from router.scheduling.step_builder import Chunk, StepBuilder
 
+# Budget, prompts, tokens of each rank, when the oldest was bound, rows, and decodes of each rank.
+_Held = tuple[Budget, list[list[Prompt]], list[int], float, list[int], list[int]]
+
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerSettings(BudgetSettings, DraftSettings):
@@ -131,6 +134,7 @@ class Scheduler:
         self._builder = StepBuilder(self.table, shape, speculation)
         self._leaving: list[int] = []  # rows in PREEMPTED or ENDED
         self._hold = Hold(settings, clock())
+        self._held: _Held | None = None  # what the last step did not run
         self._goes_by_time = False
         self._prices = Prices(**self._measures.costs.plain.coefficients())
 
@@ -233,6 +237,8 @@ class Scheduler:
             self._hold.skip(self._clock())
             return None, []
         num_decodes = table.row_set(runs).num_rows
+        if self._still_holds(rows, num_decodes):
+            return None, []
         self._learn_prices()
         prompts = self._bound_prompts(rows)
         budget = self._open_budget(runs, num_decodes, prompts) if self._goes_by_time else None
@@ -252,6 +258,24 @@ class Scheduler:
         chunks = self._take_chunks(prompts, num_decodes, counts)
         runs &= table.status == RowStatus.DECODE
         return None, chunks
+
+    def _still_holds(self, rows: list[int], num_decodes: list[int]) -> bool:
+        """Whether the prompts that the last step held are all that there is, and are held again.
+
+        Prices and KV are those of that step: only time has passed.
+        """
+        held, self._held = self._held, None
+        if held is None or len(self._waiting) or self._drafting is not None:
+            return False
+        budget, prompts, counts, oldest, *known = held
+        if known != [rows, num_decodes]:
+            return False
+        now = self._clock()
+        why = self._hold.decide(budget, prompts, counts, now, oldest=oldest, num_stuck=0)
+        if why is Why.HELD:
+            self._measures.decisions[why] += 1
+            self._held = held
+        return why is Why.HELD
 
     def _bound_prompts(self, rows: list[int]) -> list[list[Prompt]]:
         """Returns each rank's bound prompts in the order in which they run."""
@@ -434,6 +458,8 @@ class Scheduler:
         why = self._hold.decide(budget, prompts, counts, now, oldest=oldest, num_stuck=num_stuck)
         self._measures.decisions[why] += 1
         if why is Why.HELD:
+            rows = sorted(prompt.row for prompt in chain.from_iterable(prompts))
+            self._held = budget, prompts, counts, oldest, rows, num_decodes
             return [0] * len(counts)
         counts = self._hold.trim(budget, prompts, counts, num_stuck=num_stuck)
         self._hold.note(counts, now)
