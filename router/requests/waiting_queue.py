@@ -16,10 +16,10 @@ callers that are told apart go by what each was given (`flows.py`). Who gives wa
 `Quarantine` stands before the queue and holds back the sequences of lost steps.
 """
 
-from bisect import insort
+from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Collection, Iterator
-from itertools import chain, count, takewhile
+from itertools import chain, count
 
 from protos.transport.interceptors import Caller
 from router.errors import QueueFull
@@ -226,7 +226,8 @@ class Quarantine:
     def __init__(self, others: WaitingQueue) -> None:
         self._others = others
         self._suspects: list[Sequence] = []  # lost more than once, that wait, as they are tried
-        self._running: set[Sequence] = set()  # handed out, and not proven yet
+        self._running: dict[Sequence, int] = {}  # handed out, and not proven yet: their losses
+        self._num_running: Counter[int] = Counter()  # of these, by their losses
         self._head: Sequence | None = None  # what `peek` returned, if it is a suspect
 
     def __len__(self) -> int:
@@ -259,7 +260,7 @@ class Quarantine:
 
     def push(self, sequence: Sequence) -> None:
         """Queues a sequence that ran before, here or elsewhere. It is never refused."""
-        self._running.discard(sequence)
+        self._end_trial(sequence)
         if not _is_isolated(sequence):
             self._others.push(sequence)
             return
@@ -268,7 +269,7 @@ class Quarantine:
 
     def peek(self) -> Sequence | None:
         """Returns the sequence that may begin next."""
-        num_losses = max(map(_num_losses, self._running), default=0)
+        num_losses = max(self._num_running, default=0)
         self._head = self._next_suspect(num_losses)
         if self._head is not None:
             return self._head
@@ -288,8 +289,11 @@ class Quarantine:
             return None
         if self._running and _num_losses(first) != num_losses:
             return None
-        alike = takewhile(lambda each: _trial(each) == _trial(first), self._suspects)
-        return min(alike, key=self.line.place_of)
+        if not self.line.are_many:
+            return first
+        num_alike = bisect_right(self._suspects, _trial(first), key=_trial)
+        firsts = {each.request.caller: each for each in self._suspects[num_alike - 1 :: -1]}
+        return min(firsts.values(), key=self.line.place_of)
 
     def pop(self) -> Sequence:
         """Takes out the sequence that `peek` has just returned."""
@@ -299,8 +303,16 @@ class Quarantine:
             self._head = None
             self._suspects.remove(sequence)
         if sequence.suspicion is not None:
-            self._running.add(sequence)
+            self._running[sequence] = num_losses = _num_losses(sequence)
+            self._num_running[num_losses] += 1
         return sequence
+
+    def _end_trial(self, sequence: Sequence) -> None:
+        """Notes that a sequence runs no more, or is proven."""
+        if (num_losses := self._running.pop(sequence, 0)) and self._num_running[num_losses] == 1:
+            del self._num_running[num_losses]
+        elif num_losses:
+            self._num_running[num_losses] -= 1
 
     def discard(self, sequence: Sequence) -> None:
         """Takes a sequence out of the queue, if it is there."""
@@ -325,7 +337,7 @@ class Quarantine:
         for suspect in [s for s in self._running if s.is_ended or is_proven(s)]:
             suspect.suspicion = None
             suspect.num_clearings += 1
-            self._running.remove(suspect)
+            self._end_trial(suspect)
 
     def clear_bystanders(self, lost: Collection[Sequence]) -> None:
         """Forgets old suspicions of sequences that wait now and were not in the lost steps."""

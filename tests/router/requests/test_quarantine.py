@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from router.errors import QueueFull
+from router.requests import waiting_queue
 from router.requests.request import Listeners, Sequence
 from router.requests.waiting_queue import (
     FREE_CLEARINGS,
@@ -113,6 +114,33 @@ def test_those_lost_a_third_time_run_before_those_that_were_not_tried_again():
     assert line.take() == [second]
     gain(second)
     assert line.take() == suspects[2:4]
+
+
+@pytest.mark.parametrize("num_callers", [1, 3])
+def test_a_plan_looks_at_each_suspect_a_few_times_however_many_there_are(
+    monkeypatch: pytest.MonkeyPatch, num_callers: int
+):
+    """Else 4,096 of them hold up the router's loop for seconds, right after a recovery."""
+    line, num_looks, look = Line(), 0, waiting_queue._num_losses
+
+    def counted(suspect: Sequence) -> int:
+        nonlocal num_looks
+        num_looks += 1
+        return look(suspect)
+
+    callers = [(f"caller {number}",) for number in range(num_callers)]
+    suspects = [suspect for caller in callers for suspect in line.submit(96, caller=caller)]
+    for num_taken in (96 * num_callers, 12 * num_callers):
+        line.take()
+        line.lose(*suspects)
+        with monkeypatch.context() as patch:
+            patch.setattr(waiting_queue, "_num_losses", counted)
+            num_looks = 0
+            taken = line.take()
+            assert len(taken) == num_taken
+            assert num_looks < 16 * num_taken
+            for suspect in taken:
+                line.quarantine.push(suspect)
 
 
 def test_whoever_is_lost_alone_twice_is_guilty():
