@@ -119,11 +119,20 @@ class ChatRenderer:
             InvalidRequest: A field of the chat is wrong.
             ChatTemplateFailed: The template makes no text of it.
         """
+        await self._room.acquire()  # a caller that leaves before that has nothing rendered
         rendering = asyncio.create_task(self._render(chat.SerializeToString(), max_chars))
-        # A caller that leaves must not leave a worker behind that is still at work, nor an error that
-        # nobody has looked at.
-        rendering.add_done_callback(lambda task: task.cancelled() or task.exception())
+        rendering.add_done_callback(self._end_turn)
         return await asyncio.shield(rendering)
+
+    def _end_turn(self, rendering: asyncio.Task[str]) -> None:
+        """Makes room for the next chat.
+
+        A caller that leaves must not leave a worker behind that is still at work, nor an error that
+        nobody has looked at.
+        """
+        self._room.release()
+        if not rendering.cancelled():
+            rendering.exception()
 
     async def close(self) -> None:
         """Ends the processes."""
@@ -133,23 +142,20 @@ class ChatRenderer:
             await worker.process.wait()
 
     async def _render(self, data: bytes, max_chars: int) -> str:
-        async with self._room:
-            for is_second in (False, True):
-                worker = self._take_idle() or await self._start()
-                try:
-                    kind, answer = await worker.ask(data, max_chars)
-                    break
-                # The last is uvloop's, where the other end of a pipe is closed.
-                except (asyncio.IncompleteReadError, ConnectionError, RuntimeError):
-                    code = await self._end(worker)
-                if code == -signal.SIGPROF:
-                    timeout_s = self._settings.timeout_s
-                    raise ChatTemplateFailed(
-                        f"it takes more than {timeout_s:g} s of processor time"
-                    )
-                if is_second:  # once, it may have been ended by somebody else
-                    raise ChatTemplateFailed(f"its process ended with code {code}, twice")
-            self._idle.append(worker)
+        for is_second in (False, True):
+            worker = self._take_idle() or await self._start()
+            try:
+                kind, answer = await worker.ask(data, max_chars)
+                break
+            # The last is uvloop's, where the other end of a pipe is closed.
+            except (asyncio.IncompleteReadError, ConnectionError, RuntimeError):
+                code = await self._end(worker)
+            if code == -signal.SIGPROF:
+                timeout_s = self._settings.timeout_s
+                raise ChatTemplateFailed(f"it takes more than {timeout_s:g} s of processor time")
+            if is_second:  # once, it may have been ended by somebody else
+                raise ChatTemplateFailed(f"its process ended with code {code}, twice")
+        self._idle.append(worker)
         if kind == INVALID:
             raise InvalidRequest(*json.loads(answer))
         if kind == FAILED:

@@ -6,12 +6,13 @@ import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from protos.serving.v1 import serving_pb2 as pb
 from protos.transport.error_details import error_details
-from router.api.chat import ChatRenderer, read_templates
+from router.api.chat import MAX_WORKERS, ChatRenderer, read_templates
 from router.api.chat_worker import FAILED, INVALID, TEXT, Renderer, Settings, answer_to
 from router.api.text import Tokenizer
 from router.client.messages import Chat, to_chat
@@ -269,6 +270,35 @@ async def test_a_caller_that_left_leaves_no_error_behind(
         await asyncio.sleep(0.001)
     gc.collect()
     assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
+async def test_a_chat_whose_caller_left_before_it_began_is_not_rendered(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Else calls that are ended at once keep all others' chats waiting, and stay in memory."""
+    asked: list[bytes] = []
+    may_go_on = asyncio.Event()
+
+    async def ask(data: bytes, max_chars: int) -> tuple[bytes, bytes]:
+        asked.append(data)
+        await may_go_on.wait()
+        return TEXT, data
+
+    async def start(_: ChatRenderer) -> Any:
+        return Mock(ask=ask, process=Mock(returncode=None))
+
+    monkeypatch.setattr(ChatRenderer, "_start", start)
+    renderer = ChatRenderer(Settings({}, {}))
+    chats = [pb.Chat(messages=[pb.ChatMessage(role=str(number))]) for number in range(9)]
+    calls = [asyncio.create_task(renderer.render(chat, 9)) for chat in chats]
+    await asyncio.sleep(0.01)
+    for call in calls[:-1]:
+        call.cancel()
+    await asyncio.gather(*calls[:-1], return_exceptions=True)
+    may_go_on.set()
+
+    await calls[-1]
+    assert asked == [chat.SerializeToString() for chat in [*chats[:MAX_WORKERS], chats[-1]]]
 
 
 async def test_a_chat_without_a_template_is_refused(tokenizer: Tokenizer):
