@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from router.requests.request import Sequence
 
 OUTPUT_WEIGHT = 2.0  # of an output token, in prompt tokens
-MIN_FORGET = 64  # flows, before idle ones are forgotten
+MIN_FORGET = 64  # flows, before idle ones are forgotten; entries, before those of nothing are
+MAX_IDLE = 256  # idle flows that are remembered as ahead of others; those that are most so
 MAX_COUNTED = 32  # flows with counts of their own, the first that come
 OTHERS = "other"
 
@@ -63,7 +64,7 @@ class Flow:
         num_urgent: Of these, the tokens of requests whose priority is not below 0.
         num_lost: Of its sequences that wait, those that ran in a lost step.
         num_lost_tokens: Their tokens.
-        heap: These sequences by turn; ended ones stay until they come up.
+        heap: These sequences by turn; ended ones stay until they come up, or are most.
         entry: Number of its entry in the line; 0 while it has none.
     """
 
@@ -200,11 +201,12 @@ class Line:
         return {name: replace(counts) for name, counts in self._counts.items()}
 
     def _forget_idle(self) -> None:
-        """Forgets flows that would come back as new ones do."""
-        for caller, flow in list(self._flows.items()):
-            if flow.is_idle and flow.served <= self._level:
-                del self._flows[caller]
-                self._free.append(flow.number)
+        """Forgets flows that would come back as new ones do, or nearly so where many are idle."""
+        idle = [(flow.served, caller) for caller, flow in self._flows.items() if flow.is_idle]
+        idle.sort(reverse=True)
+        for place, (served, caller) in enumerate(idle):
+            if served <= self._level or place >= MAX_IDLE:
+                self._free.append(self._flows.pop(caller).number)
         self._forget_at = max(MIN_FORGET, 2 * len(self._flows))
 
     # ---- waiting sequences
@@ -224,6 +226,9 @@ class Line:
         flow.count(sequence, -1)
         if not flow.num_waiting:
             flow.forget_returned()
+        if len(flow.heap) > 2 * flow.num_waiting + MIN_FORGET:
+            left = {entry[-1] for entry in flow.heap}.intersection(self._waiting)
+            flow.heap = sorted((*sequence.turn, sequence) for sequence in left)
 
     def peek(self) -> "Sequence | None":
         """Returns the first of all."""
@@ -258,6 +263,9 @@ class Line:
             self._num_entries += 1
             flow.entry = self._num_entries
             heapq.heappush(self._heap, (flow.next_key, first.turn, flow.entry, flow))
+        if len(self._heap) > 2 * len(self._flows) + MIN_FORGET:
+            entries = [entry for entry in self._heap if entry[2] == entry[3].entry]
+            self._heap = sorted(entry for entry in entries if entry[3].num_waiting)
 
     def backlog(self, most: float) -> float:
         """Returns the urgent tokens that wait, counting of each flow no more than its share of so many.

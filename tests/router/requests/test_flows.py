@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from protos.transport.interceptors import Caller
-from router.requests.flows import MAX_COUNTED, MIN_FORGET, OTHERS
+from router.requests.flows import MAX_COUNTED, MAX_IDLE, MIN_FORGET, OTHERS
 from router.requests.request import Listeners, Sequence
 from router.requests.waiting_queue import WaitingQueue
 from tests.router.support.requests import make_request
@@ -157,3 +157,27 @@ def test_flows_that_are_gone_are_forgotten() -> None:
     assert sum(flow.num_waiting for flow in counts.values()) == len(rows.queue)
     assert sum(flow.num_running for flow in counts.values()) == len(rows.bound)
     assert counts[OTHERS].num_served_tokens == 10 * (10 * MIN_FORGET - MAX_COUNTED + 1)
+
+
+def test_callers_of_one_request_each_are_forgotten():
+    """Else memory grows with all users that there ever were, and each step's time with it."""
+    rows = Rows()
+    for number in range(8 * MAX_IDLE):
+        rows.submit((f"user {number}",))
+        rows.end(rows.bind())
+    assert len(list(rows.line)) <= 2 * MAX_IDLE + 1
+
+
+@pytest.mark.parametrize("caller", [FLOOD, OTHER])
+def test_what_was_cancelled_is_forgotten_while_it_is_not_its_turn(caller: Caller):
+    rows = Rows()
+    rows.submit(FLOOD)
+    [first] = rows.queue
+    for _ in range(8 * MIN_FORGET):
+        rows.submit(caller)
+        [new] = set(rows.queue) - {first}
+        rows.queue.discard(new)
+    flows = dict(rows.line)
+    assert len(flows[caller].heap) + len(rows.line._heap) <= 3 * MIN_FORGET
+    assert rows.bind() is first
+    assert rows.queue.peek() is None
