@@ -10,7 +10,10 @@ from protos.transport.errors import RpcError
 from router.errors import Cancelled, ConstraintFailed
 from router.requests.request import FinishReason, OutputOptions, Request
 from router.scheduling.rank_choice import fill_level
+from router.scheduling.scheduler import Scheduler
+from router.scheduling.sequence_table import RowStatus
 from router.scheduling.step import PaddingMode, sequence_capacity
+from router.scheduling.step_budget import Why
 from tests.router.support.fake_rank import EOS, expected_output
 from tests.router.support.stepper import (
     Stepper,
@@ -506,3 +509,35 @@ def test_the_floor_bounds_how_long_a_short_prompt_holds_up_a_long_one() -> None:
 def test_a_rank_full_of_decodes_lets_the_others_catch_up() -> None:
     assert fill_level([200, 0], [0, 500], max_tokens=1000, floor=10) == 500
     assert fill_level([200, 0, 0], [0, 500, 1], max_tokens=1000, floor=10) == 200
+
+
+@pytest.mark.parametrize("first_token_ms", [3.0, 1000.0])
+def test_a_prompt_is_held_for_as_long_as_if_every_step_laid_it_out_anew(
+    first_token_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is due after 3 ms, or has cost enough by waiting, the sooner as another comes to wait."""
+    kept = _steps_of_held_prompts(first_token_ms)
+    monkeypatch.setattr(Scheduler, "_still_holds", lambda *_: False)
+    assert kept == _steps_of_held_prompts(first_token_ms)
+    assert kept.index(True) >= 2
+
+
+def _steps_of_held_prompts(first_token_ms: float) -> list[bool]:
+    """Whether each step runs prompts, of which one comes to six decodes and one later."""
+    settings = {"target_first_token_ms": first_token_ms, "first_token_weight": 1.0}
+    world = Stepper(make_shape(dp_size=2), **settings)
+    world.measures.costs.plain.num_steps = [64, 64]
+    for _ in range(6):
+        world.submit([1, 2, 3], max_tokens=40)
+    while (world.table.status == RowStatus.DECODE).sum() < 6:
+        world.now += 0.001
+        world.step()
+    world.submit([4, 5, 6], max_tokens=2)
+    runs: list[bool] = []
+    for step in range(8):
+        if step == 1:
+            world.submit([7, 8, 9], max_tokens=2)
+        world.now += 0.001
+        runs.append(world.step().agreement.has_extend)
+    assert world.measures.decisions[Why.HELD] >= runs.index(True)
+    return runs
