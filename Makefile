@@ -26,7 +26,7 @@ DEV := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test tests quick fix sim attack check bench sanitize gpu protos released dist images-test lock venv clean
+.PHONY: help demo serve test tests quick fix sim nothing-stops attack check bench sanitize gpu protos released dist images-test lock venv clean
 
 help:
 	@echo "make demo    start two executors and a router, ask them 300 problems, check the answers;"
@@ -38,6 +38,8 @@ help:
 	@echo "make test    every check and test"
 	@echo "make fix     formatter, and lints that can be mended safely"
 	@echo "make sim     a thousand simulated runs of the router with dying and hanging executors"
+	@echo "make nothing-stops  executors are killed under 64 streams, a poison request among them, and"
+	@echo "             groups formed 1,000 times: what is required, what was measured, as a table"
 	@echo "make attack  hostile clients and executors, with an honest client beside each, as a table;"
 	@echo "             ARGS='OLD .' attacks the checkout in OLD, too"
 	@echo "make check   ruff, mypy and buf"
@@ -86,6 +88,9 @@ check: $(DEV)
 
 sim: $(DEV)
 	LOCKSTEP_SIM_SEEDS=1000 $(BIN)/python -m pytest tests/sim $(ARGS)
+
+nothing-stops: $(DEV)
+	@$(BIN)/python -m tests.e2e.nothing_stops $(ARGS)
 
 bench: $(DEV)
 	$(BIN)/python -m tests.bench $(ARGS)

@@ -10,12 +10,22 @@ import asyncio
 import random
 import tempfile
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from deploy.local.demo_tasks import solved_lines, token_ids
 from deploy.local.launch import LocalStack
-from router.client import GROUP_STATE_READY, Client, GroupStatus, Many, Options, TokenLogprob
+from router.client import (
+    GROUP_STATE_READY,
+    CallFailed,
+    Client,
+    GroupStatus,
+    Many,
+    Options,
+    TokenLogprob,
+)
 from tests.e2e.support.logs import records
 from tests.e2e.support.stacks import served, supervised
 
@@ -52,6 +62,8 @@ class Report:
         faults: Each as people read it.
         num_streams: That ended right.
         wrong: Streams that did not, as people read them.
+        gaps_s: Longest time that a caller waited for a token: before the first fault, and from each
+            fault to the next.
         recoveries_s: From each loss of a group until it was ready again.
         groups: As they were at the end.
     """
@@ -59,8 +71,14 @@ class Report:
     faults: list[str] = field(default_factory=list)
     num_streams: int = 0
     wrong: list[str] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=lambda: [0.0])
     recoveries_s: list[float] = field(default_factory=list)
     groups: list[GroupStatus] = field(default_factory=list)
+
+    def note(self, fault: str) -> None:
+        """Notes what is broken now."""
+        self.faults.append(fault)
+        self.gaps_s.append(0.0)
 
 
 @dataclass(frozen=True)
@@ -78,25 +96,33 @@ async def run_chaos(
     """Breaks executors of a new stack ``num_faults`` times while ``num_streams`` always run."""
     rng, report = random.Random(seed), Report()
     settings = {"num_groups": num_groups, "router_args": ROUTER_ARGS}
-    async with served(log_dir, **settings) as (stack, client), client.many() as many:
+    async with served(log_dir, **settings) as (stack, client):
         await groups_ready(client)
-        asks = await _undisturbed(client, rng)
-        is_over = asyncio.Event()
-        async with supervised(stack):
-            async with asyncio.TaskGroup() as tasks:
-                for number in range(num_streams):
-                    asker = many if number % 2 else client
-                    tasks.create_task(_ask_on(asker, asks, number, is_over, report))
-                for _ in range(num_faults):
-                    if rng.random() < 0.7:  # else it may strike in the middle of a recovery
-                        await groups_ready(client)
-                    await asyncio.sleep(rng.expovariate(1 / MEAN_PAUSE_S))
-                    report.faults.append(await _break_one(stack, rng))
-                await groups_ready(client)
-                is_over.set()
-            report.groups = await _idle_groups(client)
+        async with supervised(stack), streaming(client, num_streams, rng, report):
+            for _ in range(num_faults):
+                if rng.random() < 0.7:  # else it may strike in the middle of a recovery
+                    await groups_ready(client)
+                await asyncio.sleep(rng.expovariate(1 / MEAN_PAUSE_S))
+                await _break_one(stack, rng, report)
+            await groups_ready(client)
+        report.groups = await _idle_groups(client)
     report.recoveries_s = _recoveries_s(log_dir)
     return report
+
+
+@asynccontextmanager
+async def streaming(
+    client: Client, num_streams: int, rng: random.Random, report: Report
+) -> AsyncIterator[None]:
+    """Streams run, half of them on one GenerateMany, and come to their ends behind the block."""
+    is_over = asyncio.Event()
+    async with client.many() as many, asyncio.TaskGroup() as tasks:
+        asks = await _undisturbed(client, rng)
+        for number in range(num_streams):
+            asker = many if number % 2 else client
+            tasks.create_task(_ask_on(asker, asks, number, is_over, report))
+        yield
+        is_over.set()
 
 
 async def _undisturbed(client: Client, rng: random.Random) -> list[Ask]:
@@ -123,8 +149,15 @@ async def _ask_on(
         ask = asks[number % len(asks)]
         number += 1
         tokens: list[TokenLogprob] = []
-        async for delta in asker.generate(ask.prompt, **ask.options):
-            tokens += delta.logprobs
+        last = time.monotonic()
+        try:
+            async for delta in asker.generate(ask.prompt, **ask.options):
+                tokens += delta.logprobs
+                last, before = time.monotonic(), last
+                report.gaps_s[-1] = max(report.gaps_s[-1], last - before)
+        except CallFailed as error:
+            report.wrong.append(str(error))
+            return
         if tokens == ask.expected:
             report.num_streams += 1
         else:
@@ -133,21 +166,20 @@ async def _ask_on(
             report.wrong.append(wrong)
 
 
-async def _break_one(stack: LocalStack, rng: random.Random) -> str:
+async def _break_one(stack: LocalStack, rng: random.Random, report: Report) -> None:
     """Kills an executor, or stops it for a while and then kills it or lets it go on."""
     number = rng.randrange(len(stack.executors))
     process = stack.executors[number]
     kind = rng.choice(["killed", "killed", "stopped, then killed", "stopped for a while"])
-    if kind != "killed":
+    hang_s = 0.0 if kind == "killed" else rng.uniform(*HANG_S)
+    report.note(f"{process.name} {kind}" + (f" ({hang_s:.1f} s)" if hang_s else ""))
+    if hang_s:
         process.pause()
-        hang_s = rng.uniform(*HANG_S)
         await asyncio.sleep(hang_s)
-        kind = f"{kind} ({hang_s:.1f} s)"
     if "killed" in kind:
         await process.kill()
     else:
         process.resume()
-    return f"{process.name} {kind}"
 
 
 async def groups_ready(client: Client) -> None:
@@ -186,6 +218,7 @@ def show(report: Report) -> None:
         if recoveries
         else "  no group was lost"
     )
+    print(f"  longest gap at a caller: {max(report.gaps_s):.1f} s")
     print(f"  {report.num_streams} streams right, {len(report.wrong)} wrong")
     for wrong in report.wrong:
         print(f"  WRONG: {wrong}")

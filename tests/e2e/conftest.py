@@ -11,12 +11,10 @@ from executor.model.cpu_kernels.library import load
 from router.client import Client
 from tests.e2e.support.fork_server import fork_server
 
-# The KV pool is small enough for blocks to be evicted, and a long prompt takes several steps.
 # Where there are no kernels for bfloat16, answers do not depend on one another in float32.
-EXECUTOR_ARGS = (
-    *("--num-kv-blocks", "400", "--max-num-batched-tokens", "192"),
-    *(() if load() else ("--dtype", "float32")),
-)
+SAME_ANSWERS = () if load() else ("--dtype", "float32")
+# The KV pool is small enough for blocks to be evicted, and a long prompt takes several steps.
+EXECUTOR_ARGS = ("--num-kv-blocks", "400", "--max-num-batched-tokens", "192", *SAME_ANSWERS)
 # For answers that are compared with those of another number of executors, which share other sums.
 FLOAT32_ARGS = (*EXECUTOR_ARGS, "--dtype", "float32")
 

@@ -1,6 +1,8 @@
-"""Poison requests: one whose step kills executors fails, and the service goes on."""
+"""Poison requests: one whose step kills executors fails, and the service goes on.
 
-import asyncio
+Beside others it is a line of ``make nothing-stops`` (test_nothing_stops.py).
+"""
+
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,26 +12,16 @@ import pytest
 
 from deploy.local.demo import idle_group
 from deploy.local.demo_tasks import token_ids
-from deploy.local.launch import LocalStack
-from deploy.local.processes import Process
 from executor.__main__ import STUCK
 from router.client import CallFailed, Client, Options, Prompt
 from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
 from tests.e2e.support.logs import logged, records
 from tests.e2e.support.poisoned_executor import POISON, SNARE
-from tests.e2e.support.stacks import supervised
+from tests.e2e.support.stacks import PoisonedStack, supervised
 
 POISON_PROMPT = token_ids(f"\n{POISON}=")
 SNARE_PROMPT = token_ids(f"\n{SNARE}=")
 GREEDY: Options = {"max_tokens": 80, "ignore_eos": True}
-
-
-class PoisonedStack(LocalStack):
-    """Its executors die of the poison."""
-
-    def _start_process(self, name: str, args: Sequence[str]) -> Process:
-        modules = {"executor": "tests.e2e.support.poisoned_executor"}
-        return super()._start_process(name, [modules.get(arg, arg) for arg in args])
 
 
 @asynccontextmanager
@@ -60,19 +52,6 @@ async def test_a_request_that_kills_an_executor_twice_is_not_tried_a_third_time(
         assert len(records(stack.router.log_path, "group_lost")) == 2
         assert (await idle_group(client)).num_waiting == 0
     assert stack.left_running == []
-
-
-async def test_those_that_run_beside_it_are_answered_as_if_it_were_not_there(tmp_path: Path):
-    prompts = [token_ids(f"\n{number}+{number}=") for number in range(10, 16)]
-    async with poisoned(tmp_path) as (stack, client):
-        expected = [(await client.complete(p, **GREEDY)).token_ids for p in prompts]
-        asking = [asyncio.create_task(client.complete(p, **GREEDY)) for p in prompts]
-        failure = await failure_of(client)
-        assert failure.code is grpc.StatusCode.INTERNAL
-        assert [answer.token_ids for answer in await asyncio.gather(*asking)] == expected
-        [failed] = await logged(stack.router, "request_failed")
-        assert failed["request_id"] == "poison"
-        assert len(records(stack.router.log_path, "group_lost")) <= 8
 
 
 async def test_an_executor_whose_step_never_ends_is_started_again(tmp_path: Path):

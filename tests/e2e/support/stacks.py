@@ -3,12 +3,13 @@
 import asyncio
 import json
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from deploy.local.launch import DEMO_MODEL, LocalStack
+from deploy.local.processes import Process
 from router.client import Client, GroupStatus
 from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
 
@@ -22,16 +23,27 @@ def demo_model_with(folder: Path, **config: Any) -> Path:
     return model
 
 
+class PoisonedStack(LocalStack):
+    """Its executors die of the poison (poisoned_executor.py)."""
+
+    def _start_process(self, name: str, args: Sequence[str]) -> Process:
+        modules = {"executor": "tests.e2e.support.poisoned_executor"}
+        return super()._start_process(name, [modules.get(arg, arg) for arg in args])
+
+
 @asynccontextmanager
-async def served(log_dir: Path | None, **settings: Any) -> AsyncIterator[tuple[LocalStack, Client]]:
+async def served(
+    log_dir: Path | None, kind: type[LocalStack] = LocalStack, **settings: Any
+) -> AsyncIterator[tuple[LocalStack, Client]]:
     """Runs a stack, two executors if not told otherwise, and a client; none is left running.
 
     Args:
         log_dir: Gets the processes' logs.
+        kind: Class of the stack.
         settings: Of `LocalStack`.
     """
     usual: dict[str, Any] = {"executor_args": EXECUTOR_ARGS, "router_args": PATIENT}
-    stack = LocalStack(log_dir=log_dir, **usual | settings)
+    stack = kind(log_dir=log_dir, **usual | settings)
     async with stack, stack.client() as client:
         yield stack, client
     assert stack.left_running == []
