@@ -21,10 +21,13 @@ from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 from smg_grpc_proto.generated import common_pb2 as pb
 
 from router.requests.request import Int32Array
 from router.scheduling.block_log import BlockEvent, BlockLog, BlockRun
+
+log = structlog.stdlib.get_logger(__name__)
 
 Message = Any
 
@@ -125,7 +128,12 @@ class BlockFeed:
     async def _keep_flushing(self) -> None:
         while True:
             await asyncio.sleep(FLUSH_S)
-            self.flush()
+            try:
+                self.flush()
+            except Exception:  # else subscribers would believe for ever what they were told last
+                log.exception("kv_events_failed")
+                for subscriber in self._subscribers:
+                    subscriber.start_over("epoch")
 
     def flush(self) -> None:
         """Gives subscribers what the logs have noted."""
@@ -134,19 +142,19 @@ class BlockFeed:
             self._attach(logs)
             for subscriber in self._subscribers:
                 subscriber.start_over(subscriber.lack or "epoch")
-        for rank, log in enumerate(self._logs):
-            if log is not None and (events := log.take()):
+        for rank, rank_log in enumerate(self._logs):
+            if rank_log is not None and (events := rank_log.take()):
                 for salt in {subscriber.salt for subscriber in self._subscribers}:
                     self._send(rank, salt, events)
 
     def _attach(self, logs: list[BlockLog | None]) -> None:
-        for log in self._logs:
-            if log is not None:
-                log.end()
+        for rank_log in self._logs:
+            if rank_log is not None:
+                rank_log.end()
         self._logs = logs
-        for log in logs:
-            if log is not None:
-                log.begin()
+        for rank_log in logs:
+            if rank_log is not None:
+                rank_log.begin()
 
     def _send(self, rank: int, salt: bytes, events: Sequence[BlockEvent]) -> None:
         events = [event for event in events if event.salt == salt]
@@ -169,11 +177,11 @@ class BlockFeed:
         self._snapshots[subscriber.lack] += 1
         subscriber.start_over(None)
         chunks: list[tuple[int, int, list[BlockRun]]] = []
-        for rank, log in enumerate(self._logs):
-            if log is not None:
+        for rank, rank_log in enumerate(self._logs):
+            if rank_log is not None:
                 self.flush()
                 subscriber.ranks.add(rank)  # it gets the rank's events from now on
-                parts = _pack(log.runs(subscriber.salt)) or [[]]
+                parts = _pack(rank_log.runs(subscriber.salt)) or [[]]
                 first = self._numbers[rank, subscriber.salt] - len(parts) + 1
                 chunks += [(rank, number, part) for number, part in enumerate(parts, first)]
                 await asyncio.sleep(0)  # the engines go on between two ranks

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import structlog
 from smg_grpc_proto.generated import common_pb2 as pb
 
 from protos.transport.error_details import error_details
@@ -176,6 +177,29 @@ async def test_events_come_by_grpc_with_tokens_parents_and_numbers(monkeypatch: 
     [third, fourth] = stored.stored.blocks
     removed_blocks = [child, root, fourth, third]  # the last of a prefix first
     assert list(removed.removed.block_hashes) == [block.block_hash for block in removed_blocks]
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+async def test_an_error_while_events_are_gathered_leaves_no_table_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(vllm_kv_events, "FLUSH_S", 0.01)
+    engines, cache = FakeEngines(), PrefixCache(10, is_logged=True)
+    engines.logs = [cache.log]
+    async with connected(engines) as stub:
+        call = stub.SubscribeKvEvents(pb.SubscribeKvEventsRequest())
+        assert (await call.read()).snapshot.count == 1
+        take, errors = BlockLog.take, [ValueError("once")]
+        monkeypatch.setattr(
+            BlockLog, "take", lambda log: fail(errors.pop()) if errors else take(log)
+        )
+        with structlog.testing.capture_logs() as lines:
+            assert (await call.read()).snapshot.count == 1
+        call.cancel()
+    assert lines[0]["event"] == "kv_events_failed"
 
 
 async def test_nobody_can_go_on_where_an_earlier_subscription_ended():
