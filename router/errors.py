@@ -66,8 +66,10 @@ class TextTooLong(PromptTooLong):
 class ChatTemplateFailed(InvalidRequest):
     reason = "CHAT_TEMPLATE_FAILED"
 
-    def __init__(self, problem: str) -> None:
-        super().__init__("chat", f"the model's chat template makes no prompt of it: {problem}")
+    def __init__(self, problem: str, **metadata: object) -> None:
+        super().__init__(
+            "chat", f"the model's chat template makes no prompt of it: {problem}", **metadata
+        )
 
 
 class ModelNotFound(RpcError):

@@ -152,7 +152,8 @@ class ChatRenderer:
                 code = await self._end(worker)
             if code == -signal.SIGPROF:
                 timeout_s = self._settings.timeout_s
-                raise ChatTemplateFailed(f"it takes more than {timeout_s:g} s of processor time")
+                problem = f"it takes more than {timeout_s:g} s of processor time"
+                raise ChatTemplateFailed(problem, limit=f"{timeout_s:g}")
             if is_second:  # once, it may have been ended by somebody else
                 raise ChatTemplateFailed(f"its process ended with code {code}, twice")
         self._idle.append(worker)

@@ -93,7 +93,7 @@ async def read_constraint(message: serving_pb2.GenerateRequest, model: ServedMod
             text = getattr(constraint, kind)
     if (size := len(text.encode())) > MAX_CONSTRAINT_BYTES:
         problem = f"{size} bytes are too many; send at most {MAX_CONSTRAINT_BYTES}"
-        raise InvalidRequest(f"constraint.{kind}", problem)
+        raise InvalidRequest(f"constraint.{kind}", problem, value=size, limit=MAX_CONSTRAINT_BYTES)
     if not model.supports_constraints:
         raise InvalidRequest(
             "constraint",
@@ -183,8 +183,9 @@ def try_build(kind: str, text: str) -> tuple[str, str]:
 
 def _read_choices(values: Any) -> list[str]:
     field = "constraint.choices.values"
-    if not 1 <= len(values) <= MAX_CHOICES:
-        raise InvalidRequest(field, f"{len(values)} are not from 1 to {MAX_CHOICES}")
+    if not 1 <= (count := len(values)) <= MAX_CHOICES:
+        problem, limit = f"{count} are not from 1 to {MAX_CHOICES}", MAX_CHOICES if count else 1
+        raise InvalidRequest(field, problem, value=count, limit=limit)
     if "" in values:
         raise InvalidRequest(f"{field}[{list(values).index('')}]", "it is empty")
     return list(values)

@@ -236,6 +236,8 @@ async def test_templates_that_never_end_or_take_all_memory_fail_their_own_chat(
         error = await failure(call)
         assert error_details(error).reason == "CHAT_TEMPLATE_FAILED"
         assert problem in (error.details() or "")
+        limits = {"limit": "0.1"} if "processor time" in problem else {}
+        assert error_details(error).metadata == limits
     error = await failure(stub.Generate(pb.GenerateRequest(chat=pb.Chat())))
     assert error_details(error).field == "chat.messages"
     error = await failure(stub.Generate(pb.GenerateRequest(chat=chat("x" * 10_000))))

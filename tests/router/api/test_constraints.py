@@ -127,6 +127,23 @@ async def test_what_cannot_be_enforced_is_refused_with_its_place(
     assert problem in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("given", "value", "limit"),
+    [
+        ({"regex": "a" * (MAX_CONSTRAINT_BYTES + 1)}, "65537", "65536"),
+        ({"choices": pb.Choices()}, "0", "1"),
+        ({"choices": pb.Choices(values=["a"] * 1025)}, "1025", "1024"),
+        ({"regex": "a", "after_token_ids": [5] * 17}, "17", "16"),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+async def test_a_program_reads_value_and_limit(given: dict[str, Any], value: str, limit: str):
+    with pytest.raises(InvalidRequest) as caught:
+        await read(given)
+
+    assert caught.value.metadata == {"value": value, "limit": limit}
+
+
 async def test_a_constraint_may_begin_behind_tokens_of_the_request_or_the_models(tmp_path: Path):
     harmony = byte_tokenizer(tmp_path, special=["<|channel|>", "<|message|>"]).reasoning_end
     assert (len(harmony), harmony[0], harmony[-1]) == (7, 256, 257)

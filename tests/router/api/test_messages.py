@@ -176,6 +176,7 @@ async def test_a_value_that_cannot_work_is_refused_by_field_value_and_limit(
     with pytest.raises(RpcError) as caught:
         await read(bad, tokenizer)
     assert (caught.value.code, caught.value.field) == (code, field)
+    assert (caught.value.resource is not None) == (code is NOT_FOUND)
     assert str(caught.value).startswith(f"{field}: ")
     assert problem in str(caught.value)
 
@@ -196,6 +197,11 @@ async def test_a_value_that_cannot_work_is_refused_by_field_value_and_limit(
         (stop(max_tokens=3, min_tokens=4), "4", "3"),
         (stop(stop_strings=[""]), "0", "1"),
         (stop(stop_token_ids=[1] * 65), "65", "64"),
+        (limited(allowed_token_ids=[7] * 1025), "1025", "1024"),
+        (limited(bad_words=["a"] * 65), "65", "64"),
+        (limited(bad_words=["abcdefghi"]), "9", "8"),
+        (limited(bad_token_ids=[pb.TokenIds()]), "0", "1"),
+        (output(logprobs=True, logprob_token_ids=[1] * 65), "65", "64"),
     ],
 )
 async def test_a_program_reads_value_and_limit_too(
