@@ -25,6 +25,7 @@ from protos.transport.health import SERVICE_NAME
 from protos.transport.interceptors import RequestReader
 from protos.transport.reflection import enable_reflection
 from router.api.chat import ChatRenderer, read_templates
+from router.api.constraints import end_worker
 from router.api.generate import UNSHARED, GenerationServicer
 from router.api.health import SERVICE, Health
 from router.api.text import Tokenizer
@@ -56,6 +57,7 @@ async def run(config: RouterConfig) -> None:
     signals = StopSignals()
     signals.listen()
     cleanup = AsyncExitStack()
+    cleanup.callback(end_worker)
     tokenizer = _open_tokenizer(config, cleanup)
     interceptors, observers = _start_tracing(config, cleanup)
     observers = [RequestLog(lambda group: by_group[group].ids()), *observers]

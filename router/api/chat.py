@@ -85,6 +85,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
+def worker_environment() -> dict[str, str]:
+    """Returns an environment in which Python finds the modules that it finds here."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
 class _Worker(NamedTuple):
     """A process that renders, and its ends of the pipes."""
 
@@ -172,12 +177,11 @@ class ChatRenderer:
         return None
 
     async def _start(self) -> _Worker:
-        paths = os.pathsep.join(filter(None, sys.path))
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", WORKER),
             stdin=PIPE,
             stdout=PIPE,
-            env={**os.environ, "PYTHONPATH": paths},
+            env=worker_environment(),
         )
         assert process.stdin is not None
         assert process.stdout is not None

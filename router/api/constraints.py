@@ -1,27 +1,21 @@
 """Constraints of requests: schemas, expressions, grammars and choices, checked and made one grammar."""
 
 import asyncio
+import atexit
 import json
-import re
+import signal
+import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from decimal import Decimal
+from contextlib import suppress
 from hashlib import blake2b
-from time import perf_counter, thread_time
+from subprocess import PIPE, Popen
+from threading import Lock
 from typing import Any
 
-from llguidance import LLMatcher, LLTokenizer
-from llguidance.gbnf_to_lark import gbnf_to_lark
-
-from protos.executor.grammars import (
-    LIMITS,
-    MAX_BUILD_S,
-    MAX_GRAMMAR_BYTES,
-    MAX_MULTIPLES,
-    new_grammar_thread,
-)
 from protos.serving.v1 import serving_pb2
+from router.api.chat import worker_environment
+from router.api.grammar_worker import MAX_WORK_S, SIMPLER, dumps, try_build
 from router.api.text import Tokenizer
 from router.errors import InvalidRequest
 from router.scheduling.step import ServedModel
@@ -30,20 +24,57 @@ MAX_CONSTRAINT_BYTES = 64 << 10
 MAX_CHOICES = 1024
 MAX_AFTER = 16  # tokens behind which it begins
 NUM_KEPT = 256  # constraints whose grammar is kept, since most services send few
-LOOK_S = 0.2  # at parts of a schema, for the one at fault
+WORKER = "router.api.grammar_worker"
 
-NUM_TRIED = 4  # tokens of an output for which masks are tried
-# What a line of Lark's begins with, and none of GBNF's. llguidance's own expression for it goes on over
-# lines, in a time that grows with the square of an empty text's, and lets no other thread run.
-_LARK = re.compile(r"^[^\S\n]*(%llguidance\b|start\s*:)", re.MULTILINE)
-_ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})")
-_MULTIPLE = re.compile(r'"multipleOf"\s*:\s*(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)')
 
-# Keywords of a JSON schema under which there are schemas: one or a list of them, or by name.
-_NESTED = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf", "not",
-           "if", "then", "else", "contains", "propertyNames")  # fmt: skip
-_DEFINITIONS = ("$defs", "definitions")
-_NAMED = (*_DEFINITIONS, "properties", "patternProperties", "dependentSchemas")
+class _Worker:
+    """A process that builds grammars, started when there is one to build and when it has ended."""
+
+    def __init__(self) -> None:
+        self._process: Popen[bytes] | None = None
+        self._lock = Lock()  # held while one is built
+
+    def build(self, kind: str, text: str) -> tuple[str, str]:
+        """Returns what `try_build` does."""
+        with self._lock:
+            for _ in range(2):  # the first time, somebody else may have ended it
+                if line := self._ask(json.dumps([kind, text]).encode() + b"\n"):
+                    grammar, problem = json.loads(line)
+                    return grammar, problem
+                if (code := self._stop()) == -signal.SIGPROF:
+                    return "", f"it takes more than {MAX_WORK_S:g} s to build; {SIMPLER}"
+        return "", f"its process ended with code {code}, twice; {SIMPLER}"
+
+    def end(self) -> None:
+        """Ends the process."""
+        if (process := self._process) is not None:
+            process.kill()  # what it builds is over
+            with self._lock:
+                if self._process is not None:
+                    self._stop()
+
+    def _ask(self, line: bytes) -> bytes:
+        """Returns the answer; empty where the process has ended."""
+        if self._process is None:
+            command, environment = (sys.executable, "-m", WORKER), worker_environment()
+            self._process = Popen(command, stdin=PIPE, stdout=PIPE, env=environment)
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        with suppress(BrokenPipeError):
+            stdin.write(line)
+            stdin.flush()
+            answer = stdout.readline()
+            return answer if answer.endswith(b"\n") else b""
+        return b""
+
+    def _stop(self) -> int:
+        """Ends the process, if it has not ended; returns its code."""
+        process, self._process = self._process, None
+        assert process is not None
+        with suppress(BrokenPipeError), process:
+            process.kill()
+        return process.wait()
 
 
 class _Kept:
@@ -51,19 +82,20 @@ class _Kept:
 
     def __init__(self) -> None:
         self._built: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
-        self._thread: ThreadPoolExecutor | None = None  # once there is a constraint
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="constraints")
+        self.worker = _Worker()
 
     async def grammar_of(self, kind: str, text: str) -> str:
-        """Returns the grammar of a constraint, built in a thread if it is not known.
+        """Returns the grammar of a constraint, built if it is not known.
 
         Raises:
             InvalidRequest: There is none.
         """
         key = blake2b(f"{kind}:{text}".encode(), digest_size=16).digest()
         if key not in self._built:
-            self._thread = self._thread or new_grammar_thread()
             loop = asyncio.get_running_loop()
-            self._built[key] = await loop.run_in_executor(self._thread, try_build, kind, text)
+            build = self.worker.build
+            self._built[key] = await loop.run_in_executor(self._thread, build, kind, text)
             if len(self._built) > NUM_KEPT:
                 self._built.popitem(last=False)
         self._built.move_to_end(key)
@@ -71,6 +103,12 @@ class _Kept:
 
 
 _kept = _Kept()
+
+
+@atexit.register  # at the latest
+def end_worker() -> None:
+    """Ends the process that builds grammars; the next one to build starts another."""
+    _kept.worker.end()
 
 
 async def read_constraint(message: serving_pb2.GenerateRequest, model: ServedModel) -> str:
@@ -88,7 +126,7 @@ async def read_constraint(message: serving_pb2.GenerateRequest, model: ServedMod
         case "json_object":
             kind, text = "json_schema", '{"type": "object"}'
         case "choices":
-            kind, text = "choices", _dumps(_read_choices(constraint.choices.values))
+            kind, text = "choices", dumps(_read_choices(constraint.choices.values))
         case kind:
             text = getattr(constraint, kind)
     if (size := len(text.encode())) > MAX_CONSTRAINT_BYTES:
@@ -152,35 +190,6 @@ def _checked(kind: str, grammar: str, problem: str) -> str:
     return grammar
 
 
-def try_build(kind: str, text: str) -> tuple[str, str]:
-    """Returns a constraint's grammar, and why it cannot be enforced; one of them is empty."""
-    try:
-        if kind in ("json_schema", "grammar"):
-            _check_multiples(text)
-        match kind:
-            case "json_schema":
-                schema = json.loads(text)
-                if not isinstance(schema, dict):
-                    raise ValueError("a schema is an object")
-                grammar = LLMatcher.grammar_from_json_schema(text)
-            case "regex":
-                grammar = LLMatcher.grammar_from_regex(text)
-            case "grammar":
-                lark = text if _LARK.search(text) else gbnf_to_lark(text)
-                grammar = LLMatcher.grammar_from_lark(lark)
-            case _:
-                choices = " | ".join(_dumps(choice) for choice in json.loads(text))
-                grammar = LLMatcher.grammar_from_lark(f"start: {choices}")
-        if (problem := _problem_of(grammar)) and kind == "json_schema":
-            problem = f"at {_place_of(problem, schema)}: {problem}"
-        elif not problem and len(grammar.encode()) > MAX_GRAMMAR_BYTES:
-            problem = "its grammar is too long; send a shorter one"
-        problem = problem or _cost_problem_of(grammar)
-    except Exception as error:  # also of llguidance's own, and recursion that is too deep
-        problem = f"it cannot be read: {error or type(error).__name__}"
-    return ("", problem) if problem else (grammar, "")
-
-
 def _read_choices(values: Any) -> list[str]:
     field = "constraint.choices.values"
     if not 1 <= (count := len(values)) <= MAX_CHOICES:
@@ -189,68 +198,3 @@ def _read_choices(values: Any) -> list[str]:
     if "" in values:
         raise InvalidRequest(f"{field}[{list(values).index('')}]", "it is empty")
     return list(values)
-
-
-def _dumps(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _problem_of(grammar: str) -> str:
-    return " ".join(LLMatcher.validate_grammar(grammar, limits=LIMITS).split())
-
-
-def _check_multiples(text: str) -> None:
-    """Checks what a schema, or those within a grammar, would take the longest to build for.
-
-    Raises:
-        ValueError: It takes too long.
-    """
-    plain = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), text)
-    numbers = [Decimal(number).normalize() for number in _MULTIPLE.findall(plain)]
-    if sum(abs(n).scaleb(max(-int(n.as_tuple().exponent), 0)) for n in numbers) > MAX_MULTIPLES:
-        raise ValueError(
-            f"multipleOf is {max(numbers)}; such numbers, without their decimal points, may sum to "
-            f"{MAX_MULTIPLES}, since it takes long to look for their multiples; send smaller ones"
-        )
-
-
-def _cost_problem_of(grammar: str) -> str:
-    """Builds a grammar as executors do, and some masks of tokens that are bytes."""
-    begin = thread_time()
-    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=LIMITS)
-    for _ in range(NUM_TRIED):
-        mask = int.from_bytes(matcher.compute_bitmask(), "little")
-        matcher.consume_token((mask & -mask).bit_length() - 1)  # the first that is allowed
-    build_s, problem = thread_time() - begin, matcher.get_error()
-    if not problem and build_s > MAX_BUILD_S:
-        problem = f"it takes {build_s:.2g} s to build; {MAX_BUILD_S:g} s is the most"
-    return problem and f"{problem}; send a simpler one: fewer parts, smaller repeats"
-
-
-def _place_of(problem: str, schema: Mapping[str, Any]) -> str:
-    """Returns the JSON pointer of the innermost part of a schema that has the problem by itself."""
-    shared = {name: schema[name] for name in _DEFINITIONS if name in schema}
-    end, path, parts = perf_counter() + LOOK_S, "#", _parts_of(schema)
-    while perf_counter() < end and (found := next(parts, None)) is not None:
-        place, part = found
-        if (
-            _problem_of(LLMatcher.grammar_from_json_schema(json.dumps({**shared, **part})))
-            == problem
-        ):
-            path, parts = f"{path}/{place}", _parts_of(part)
-    return path
-
-
-def _parts_of(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields the schemas right inside a schema, and where they are."""
-    for keyword in sorted(schema, key=lambda keyword: keyword not in _DEFINITIONS):
-        inner = schema[keyword]
-        parts: Mapping[Any, Any] = {}
-        if keyword in _NAMED and isinstance(inner, dict):
-            parts = inner
-        elif keyword in _NESTED:
-            parts = dict(enumerate(inner)) if isinstance(inner, list) else {"": inner}
-        for name, part in parts.items():
-            if isinstance(part, dict):
-                place = str(name).replace("~", "~0").replace("/", "~1")
-                yield f"{keyword}/{place}".removesuffix("/"), part

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from router.api.constraints import try_build
+from router.api.grammar_worker import try_build
 from router.errors import ConstraintFailed
 from router.requests.request import FinishReason, SamplingParams
 from tests.support.constraints import Constraint, is_beginning, random_constraint

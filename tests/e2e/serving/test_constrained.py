@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from deploy.local.launch import LocalStack
-from router.api.constraints import try_build
+from router.api.grammar_worker import try_build
 from router.client import Client, Completion, Many, Options
 from tests.e2e.chaos import ROUTER_ARGS, groups_ready
 from tests.e2e.conftest import EXECUTOR_ARGS

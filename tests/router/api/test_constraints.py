@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from protos.serving.v1 import serving_pb2 as pb
+from router.api import constraints, grammar_worker
 from router.api.constraints import MAX_CONSTRAINT_BYTES, NUM_KEPT, _Kept, build_grammar
 from router.api.messages import read_request
 from router.api.text import Tokenizer
@@ -182,22 +183,30 @@ async def test_a_constraint_needs_executors_that_know_it_and_an_end():
     assert caught.value.field == "stop.ignore_eos"
 
 
-async def test_a_grammar_that_takes_long_to_build_is_refused_and_not_built_again(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr("router.api.constraints.MAX_BUILD_S", 0.0)
-    for _ in range(2):
-        with pytest.raises(InvalidRequest, match=r"s to build; 0 s is the most; send a simpler"):
-            await read({"regex": "slow"})
-        monkeypatch.setattr("router.api.constraints.MAX_BUILD_S", 9.0)
+def test_a_grammar_that_takes_long_to_build_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(grammar_worker, "MAX_BUILD_S", 0.0)
+    with pytest.raises(InvalidRequest, match=r"s to build; 0 s is the most; send a simpler"):
+        build_grammar("regex", "slow")
+
+
+async def test_what_takes_for_ever_or_ends_the_process_that_builds_harms_nobody_else():
+    """No limit of llguidance's is for patterns that must hold together: these take minutes, of 1 KB."""
+    patterns = [{"pattern": f"(a|b)*a(a|b){{{count}}}"} for count in range(8, 28)]
+    endless = json.dumps({"type": "string", "allOf": patterns})
+    for _ in range(2):  # at once, the second time
+        with pytest.raises(InvalidRequest, match=r"takes more than 0.5 s to build; send a simpler"):
+            await read({"json_schema": endless})
+    for text in ("built before", "built after"):
+        assert (await read({"regex": text})).grammar == build_grammar("regex", text)
+        process = constraints._kept.worker._process
+        assert process is not None
+        process.kill()
 
 
 async def test_only_so_many_grammars_are_kept(monkeypatch: pytest.MonkeyPatch):
     built: list[str] = []
-    monkeypatch.setattr(
-        "router.api.constraints.try_build", lambda kind, text: (built.append(text) or text, "")
-    )
     kept = _Kept()
+    monkeypatch.setattr(kept.worker, "build", lambda kind, text: (built.append(text) or text, ""))
     for text in ["often", *map(str, range(NUM_KEPT - 1)), "often", "one more", "often", "0"]:
         await kept.grammar_of("regex", text)
 
