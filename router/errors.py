@@ -10,6 +10,7 @@ RpcError
 ├── RequestExists       ALREADY_EXISTS       a live request has this id
 ├── OperatorsOnly       PERMISSION_DENIED    concerns what is other callers' too
 ├── HistoryGone         OUT_OF_RANGE         events of blocks from before the subscription
+├── Unimplemented       UNIMPLEMENTED        a method of gateways' that is not there
 ├── QueueFull           RESOURCE_EXHAUSTED   retry after a while
 ├── DeadlineExceeded    DEADLINE_EXCEEDED    the request's time is over
 ├── Cancelled           CANCELLED            somebody called Cancel
@@ -129,6 +130,11 @@ class HistoryGone(RpcError):
             field="start_sequence_number",
             metadata={"value": given, "limit": 0},
         )
+
+
+class Unimplemented(RpcError):
+    code = StatusCode.UNIMPLEMENTED
+    reason = "UNIMPLEMENTED"
 
 
 class QueueFull(RpcError):

@@ -12,7 +12,8 @@ import asyncio
 import hashlib
 import io
 import zipfile
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from router.api.vllm_messages import (
     use_field_names,
 )
 from router.engine.engines import Engines
-from router.errors import Cancelled, HistoryGone, InvalidRequest, OperatorsOnly
+from router.errors import Cancelled, HistoryGone, InvalidRequest, OperatorsOnly, Unimplemented
 from router.requests.callers import DEFAULTS, CallerSettings
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -134,8 +135,17 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
             for answer in answers.abort():
                 await context.write(answer)
 
+    @asynccontextmanager
+    async def _checking(self, request: Message, context: Context) -> AsyncIterator[None]:
+        """Refuses unknown fields, and ends the call with what the block refuses."""
+        async with abort_on_error(context):
+            with self._engines.measures.counting_refusals():
+                refuse_unknown_fields(request)
+                yield
+
     async def Abort(self, request: Message, context: Context) -> Message:
-        loop, caller = asyncio.get_running_loop(), self._generation.flow_of(context)
+        async with self._checking(request, context):
+            loop, caller = asyncio.get_running_loop(), self._generation.flow_of(context)
         for request_id in request.request_ids:
             found = self._engines.find(caller, request_id)
             if found is not None:
@@ -146,7 +156,9 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         return pb.AbortResponse()
 
     async def HealthCheck(self, request: Message, context: Context) -> Message:
-        if self._is_ready():
+        async with self._checking(request, context):
+            is_ready = self._is_ready()
+        if is_ready:
             return pb.HealthCheckResponse(healthy=True)
         problems = [g.problem for g in self._generation.status(context).groups if g.problem]
         return pb.HealthCheckResponse(
@@ -154,16 +166,18 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         )
 
     async def GetModelInfo(self, request: Message, context: Context) -> Message:
-        async with abort_on_error(context):
+        async with self._checking(request, context):
             model = served(self._engines.model)
         return model_info(model)
 
     async def GetServerInfo(self, request: Message, context: Context) -> Message:
-        uptime_s = asyncio.get_running_loop().time() - self._start_time
+        async with self._checking(request, context):
+            uptime_s = asyncio.get_running_loop().time() - self._start_time
         return server_info(self._engines.status(), self._engines.num_live, uptime_s)
 
     async def GetLoads(self, request: Message, context: Context) -> Message:
-        entries = loads(self._engines.status())
+        async with self._checking(request, context):
+            entries = loads(self._engines.status())
         if request.HasField("dp_rank"):
             entries = [entry for entry in entries if entry.dp_rank == request.dp_rank]
         return pb.GetLoadsResponse(
@@ -174,14 +188,13 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         )
 
     async def FlushCache(self, request: Message, context: Context) -> Message:
-        async with abort_on_error(context):
-            with self._engines.measures.counting_refusals():
-                refuse_unknown_fields(request)
-                if not self._settings.is_operator(caller_of(context)):
-                    raise OperatorsOnly("flushing the cache slows down all callers")
-                if not 0 <= request.timeout_s <= MAX_FLUSH_WAIT_S:
-                    problem = f"{request.timeout_s:g} is not from 0 to {MAX_FLUSH_WAIT_S:g}"
-                    raise InvalidRequest("timeout_s", problem, value=request.timeout_s)
+        async with self._checking(request, context):
+            if not self._settings.is_operator(caller_of(context)):
+                raise OperatorsOnly("flushing the cache slows down all callers")
+            if not 0 <= (given := request.timeout_s) <= MAX_FLUSH_WAIT_S:
+                problem = f"{given:g} is not from 0 to {MAX_FLUSH_WAIT_S:g}"
+                limit = f"{0 if given < 0 else MAX_FLUSH_WAIT_S:g}"
+                raise InvalidRequest("timeout_s", problem, value=f"{given:g}", limit=limit)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + request.timeout_s
         while self._engines.num_live and loop.time() < deadline:
@@ -195,23 +208,21 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         return common_pb2.FlushCacheResponse(success=not num_left, message=message)
 
     async def SubscribeKvEvents(self, request: Message, context: Context) -> None:
-        async with abort_on_error(context):
+        async with self._checking(request, context):
             is_operator = self._settings.is_operator(caller_of(context))
-            with self._engines.measures.counting_refusals():
-                refuse_unknown_fields(request)
-                if self._settings.is_cache_shared and not is_operator:
-                    raise OperatorsOnly("the cache is shared, and its tokens are others' prompts")
-                if request.start_sequence_number:
-                    raise HistoryGone(request.start_sequence_number)
-            salt = self._settings.cache_salt(self._generation.flow_of(context))
-            await self._feed.serve(salt, context.write)
+            if self._settings.is_cache_shared and not is_operator:
+                raise OperatorsOnly("the cache is shared, and its tokens are others' prompts")
+            if request.start_sequence_number:
+                raise HistoryGone(request.start_sequence_number)
+        salt = self._settings.cache_salt(self._generation.flow_of(context))
+        await self._feed.serve(salt, context.write)
 
     async def GetTokenizer(self, request: Message, context: Context) -> None:
-        if self._tokenizer_file is None:
-            await context.abort(
-                grpc.StatusCode.UNIMPLEMENTED,
-                "this router has no tokenizer; give the gateway the model's folder",
-            )
+        async with self._checking(request, context):
+            if self._tokenizer_file is None:
+                raise Unimplemented(
+                    "this router has no tokenizer; give the gateway the model's folder"
+                )
         if self._archive is None:
             self._archive = await asyncio.to_thread(_zip, self._tokenizer_file)
         archive, sha256 = self._archive
@@ -251,9 +262,8 @@ def zip_tokenizer(tokenizer_file: Path) -> bytes:
 
 def _refusing(method: str) -> Any:
     async def refuse(self: VllmEngineServicer, request: Any, context: Context) -> None:
-        await context.abort(
-            grpc.StatusCode.UNIMPLEMENTED, f"this router does not have {SERVICE}/{method}"
-        )
+        async with self._checking(request, context):
+            raise Unimplemented(f"this router does not have {SERVICE}/{method}")
 
     return refuse
 

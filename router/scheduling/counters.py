@@ -35,6 +35,7 @@ from router.errors import (
     QueueFull,
     RequestExists,
     ShuttingDown,
+    Unimplemented,
 )
 from router.requests.flows import FlowCounts
 from router.requests.request import FinishReason, Sequence
@@ -68,6 +69,7 @@ REFUSALS = (
     DeadlineExceeded,
     OperatorsOnly,
     HistoryGone,
+    Unimplemented,
 )
 FAILURES = (Cancelled, DeadlineExceeded, ShuttingDown, ConstraintFailed, ExecutorFailed)
 

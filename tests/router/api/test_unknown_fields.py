@@ -5,7 +5,9 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 from google.rpc import code_pb2
+from smg_grpc_proto.generated import vllm_engine_pb2
 
 from protos.serving.v1 import serving_pb2 as pb
 from protos.transport.error_details import error_details
@@ -57,6 +59,10 @@ def test_parts_of_parts_are_looked_at_where_there_are_any(message: Message, fiel
     ("method", "request_type"),
     [
         ("Generate", pb.GenerateRequest),
+        ("Complete", pb.GenerateRequest),
+        ("Tokenize", pb.TokenizeRequest),
+        ("CountTokens", pb.CountTokensRequest),
+        ("Detokenize", pb.DetokenizeRequest),
         ("Cancel", pb.CancelRequest),
         ("GetModel", pb.GetModelRequest),
         ("GetStatus", pb.GetStatusRequest),
@@ -87,7 +93,18 @@ async def test_on_a_stream_a_requests_field_is_told_under_its_tag_and_the_stream
 
 @pytest.mark.parametrize("path", [(), ("sampling_params",), ("kv_transfer_params",)])
 async def test_a_gateways_field_is_refused_too(path: tuple[str, ...]):
-    message = newer(vllm_calls.generate(), *path)
+    message = newer(vllm_calls.generate(n=65), *path)  # refused for that if not for the field
     async with vllm_calls.connected(FakeEngines()) as stub:
         error = await failure(stub.Generate(message))
     assert error_details(error).field == ".".join([*path, "200"])
+
+
+async def test_every_method_of_gateways_refuses_it():
+    engines = FakeEngines()
+    [service] = vllm_engine_pb2.DESCRIPTOR.services_by_name.values()
+    async with vllm_calls.connected(engines) as stub:
+        for method in service.methods:
+            message = newer(GetMessageClass(method.input_type)())
+            error = await failure(getattr(stub, method.name)(message))
+            assert error_details(error).field == "200", method.name
+    assert +engines.measures.refused == {"INVALID_REQUEST": len(service.methods)}

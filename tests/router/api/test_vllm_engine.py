@@ -346,6 +346,7 @@ async def test_what_the_router_does_not_do_is_unimplemented(method: str, request
     async with connected(FakeEngines()) as stub:
         error = await failure(getattr(stub, method)(request_type()))
         assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert error_details(error).reason == "UNIMPLEMENTED"
         assert error.details() == f"this router does not have vllm.grpc.engine.VllmEngine/{method}"
 
 
