@@ -10,7 +10,7 @@ published retry policy sends again, elsewhere. A second SIGTERM or SIGINT ends b
 
 import asyncio
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 
@@ -19,7 +19,7 @@ import structlog
 
 from protos import __version__
 from protos.serving.v1 import serving_pb2_grpc
-from protos.telemetry.scrapes import NO_PAGES
+from protos.telemetry.scrapes import NO_PAGES, Page
 from protos.transport.admission import Refusals
 from protos.transport.health import SERVICE_NAME
 from protos.transport.interceptors import RequestReader
@@ -72,11 +72,8 @@ async def run(config: RouterConfig) -> None:
     health = Health()
     servicer = GenerationServicer(engines, tokenizer, __version__, config)
     refusals = Refusals(engines.measures.add_refusal)
-    pages = NO_PAGES
-    if config.status_page == "on":
-        pages = status_pages(engines, __version__, tells_operators=config.tells_scrapes)
     metrics_port = config.serve_metrics(
-        collector(engines, __version__), engines.measures.add_refusal, pages
+        collector(engines, __version__), engines.measures.add_refusal, pages_of(config, engines)
     )
     if metrics_port is not None:
         cleanup.push_async_callback(asyncio.to_thread, metrics_port.close)
@@ -106,6 +103,13 @@ async def run(config: RouterConfig) -> None:
             await group.close()
         await cleanup.aclose()
     log.info("stopped")
+
+
+def pages_of(config: RouterConfig, engines: Engines) -> Mapping[str, Page]:
+    """Returns the pages of the port for metrics beside the metrics, by path."""
+    if config.status_page == "off":
+        return NO_PAGES
+    return status_pages(engines, __version__, tells_operators=config.tells_scrapes)
 
 
 def _open_tokenizer(config: RouterConfig, cleanup: AsyncExitStack) -> Tokenizer | None:

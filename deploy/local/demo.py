@@ -260,7 +260,9 @@ async def run_requests(args: argparse.Namespace) -> bool:
     )
     async with stack:
         print(f"ready after {time.perf_counter() - start_time:.1f} s on {num_cores()} cores")
-        print(f"While it runs, {await stack.status_page()} shows what it is doing.\n")
+        if page := await stack.status_page():
+            print(f"While it runs, {page} shows what it is doing.")
+        print()
         async with stack.client() as client:
             start_time = time.perf_counter()
             answers = await ask_all(client, requests)

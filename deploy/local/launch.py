@@ -31,6 +31,7 @@ from router.client.client import channel_opener
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo_model"
 ANY_PORT = "127.0.0.1:0"
 METRICS_LISTEN = "LOCKSTEP_ROUTER_METRICS_LISTEN"
+STATUS_PAGE = "LOCKSTEP_ROUTER_STATUS_PAGE"
 STOP_TIMEOUT_S = 30.0  # for each process, before it is killed
 
 
@@ -102,7 +103,12 @@ class LocalStack:
         return Client(self.address, self.tls, token=self.token)
 
     async def status_page(self) -> str:
-        """Returns where a browser finds the router's status page, if it has a port for metrics."""
+        """Returns where a browser finds the router's status page; empty if it is switched off.
+
+        The router must have a port for metrics.
+        """
+        if os.environ.get(STATUS_PAGE) == "off":
+            return ""
         return f"http://{(await self.router.event('metrics_listening'))['address']}/"
 
     @property

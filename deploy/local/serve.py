@@ -15,8 +15,7 @@ from deploy.local.processes import ProcessEnded, cancel_at_signals
 HOW_TO_CALL = """\
 Lockstep serves {model} at {address} on {executors}. Logs: {log_dir}
 
-What it is doing, in a browser: {status_page}
-and in a terminal: python -m router.top {address}
+What it is doing: python -m router.top {address}{in_browser}
 
 With grpcurl:
 
@@ -55,13 +54,14 @@ async def serve(args: argparse.Namespace) -> None:
         log_dir=args.log_dir,
     )
     async with stack:
+        page = await stack.status_page()
         print(
             HOW_TO_CALL.format(
                 model=args.model.resolve().name,
                 address=stack.address,
                 executors=flags.describe(args),
                 log_dir=stack.log_dir,
-                status_page=await stack.status_page(),
+                in_browser=f"\nor in a browser:  {page}" if page else "",
             ),
             flush=True,
         )

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -115,6 +116,16 @@ async def make_serve(log_dir: Path) -> AsyncIterator[asyncio.subprocess.Process]
     assert process.returncode == 0
     for name in ("router", "executor-0", "executor-1"):
         assert records(log_dir / f"{name}.log", "stopped")
+
+
+@pytest.mark.parametrize(("setting", "page"), [("on", "http://127.0.0.1:9/"), ("off", "")])
+async def test_no_link_is_printed_to_a_status_page_that_is_switched_off(
+    monkeypatch: pytest.MonkeyPatch, setting: str, page: str
+):
+    stack = LocalStack()
+    stack.router = AsyncMock(event=AsyncMock(return_value={"address": "127.0.0.1:9"}))
+    monkeypatch.setenv("LOCKSTEP_ROUTER_STATUS_PAGE", setting)
+    assert await stack.status_page() == page
 
 
 def child_of(pid: int, *args: str) -> int:

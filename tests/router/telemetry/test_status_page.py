@@ -14,6 +14,7 @@ from google.protobuf.json_format import ParseDict
 
 from protos.serving.v1 import serving_pb2 as pb
 from protos.telemetry.scrapes import serve_metrics
+from router.app import pages_of
 from router.config import RouterConfig
 from router.telemetry.status_page import status_pages
 from tests.router.support.fake_engines import FakeEngines
@@ -83,6 +84,13 @@ async def test_browsers_are_told_to_take_nothing_from_elsewhere() -> None:
     assert types["status.js"] == "text/javascript"
     assert types["status.json"] == "application/json"
     assert types["metrics"] == "text/plain"
+
+
+@pytest.mark.parametrize(("setting", "has_page"), [("on", True), ("off", False)])
+async def test_an_operator_can_do_without_it(setting: str, has_page: bool) -> None:
+    config = RouterConfig(groups=(("127.0.0.1:1",),), status_page=setting)
+    pages = pages_of(config, FakeEngines())  # type: ignore[arg-type]
+    assert ("/" in pages, "/status.json" in pages) == (has_page, has_page)
 
 
 async def test_a_path_without_a_page_says_which_there_are() -> None:
