@@ -121,6 +121,15 @@ def test_only_executors_have_pytorch() -> None:
     )
 
 
+def test_no_image_has_more_to_install_with_than_it_needs() -> None:
+    hub = {"huggingface-hub", "hf-xet"}
+    for image in ("lockstep-router", "lockstep-executor-cpu"):
+        text = dockerfiles.FILES[image].read_text()
+        assert "python -m venv --without-pip /opt/venv" in text
+        assert re.search("^ARG PYTHON_IMAGE=python:3.11-", text, re.MULTILINE)
+        assert not (hub | {"pip"}) & locked(image).keys()
+
+
 def pinned() -> dict[str, str]:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pairs = [line.split("==") for line in lines if not line.startswith("#")]
