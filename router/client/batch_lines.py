@@ -26,13 +26,17 @@ _SAME = (
     *("presence_penalty", "frequency_penalty"),
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos"),
     *("skip_special_tokens", "include_stop", "regex", "grammar", "choices"),
+    *("after_reasoning", "after_token_ids", "allowed_token_ids", "bad_words", "bad_token_ids"),
 )
 _OTHER_NAMES = {  # that other fields of a body have here
     "stop_strings": "stop",
     "top_logprobs": "logprobs",
     "max_tokens": "max_completion_tokens",
 }
-_LISTS = ("stop_token_ids", "choices")
+_LISTS = (
+    *("stop_token_ids", "choices", "after_token_ids"),
+    *("allowed_token_ids", "bad_words", "bad_token_ids"),
+)
 _BOTH = (*_SAME, "stream", "stop", "logit_bias", "logprobs", "response_format")
 _CHAT: dict[str, tuple[str, type]] = {  # fields of a Chat
     "messages": ("messages", list),

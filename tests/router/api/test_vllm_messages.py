@@ -1,6 +1,8 @@
 """Gateway messages: each field of a request on its own."""
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -8,11 +10,13 @@ import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from protos.transport.error_details import error_details
+from router.api import vllm_messages
 from router.api.constraints import build_grammar
 from router.api.text import Tokenizer
 from router.api.vllm_messages import read_generate
 from router.errors import QueueFull
 from router.requests.request import OutputOptions, Request, SamplingParams, StopConditions
+from tests.repo.source import ROOT
 from tests.router.support.calls import PROMPT, SAMPLING, failure
 from tests.router.support.fake_engines import MODEL, FakeEngines
 from tests.router.support.vllm_calls import connected, generate
@@ -87,6 +91,21 @@ def test_what_says_where_stop_strings_are_looked_for_is_passed_on(is_set: bool):
     message = generate(skip_special_tokens=is_set, include_stop_str_in_output=is_set)
     output = read_generate(message).output
     assert (output.skip_special_tokens, output.include_stop) == (is_set, is_set)
+
+
+def test_no_field_is_left_out_without_a_word():
+    """Of the package's release that is installed; one that is read, refused, or named in the README."""
+    source = Path(vllm_messages.__file__).read_text()
+    told = (ROOT / "router" / "README.md").read_text()
+    names = [f.name for m in (pb.GenerateRequest, pb.SamplingParams) for f in m.DESCRIPTOR.fields]
+    read = {name for name in names if name in SAMPLING or re.search(rf"\b{name}\b", source)}
+    assert {name for name in names if name not in read and f"`{name}`" not in told} == set()
+
+
+async def test_a_constraint_of_a_gateway_holds_from_the_first_token_set_or_not():
+    for is_set in (False, True):
+        request = await arrived(generate(regex="a+", grammar_from_first_token=is_set))
+        assert (request.grammar, request.grammar_after) == (build_grammar("regex", "a+"), ())
 
 
 async def test_without_a_seed_each_request_gets_one_of_its_own():

@@ -119,6 +119,16 @@ def test_a_body_becomes_a_request_with_the_defaults_of_openai():
     )
 
 
+def test_what_only_this_api_has_is_passed_on_too():
+    body = {"regex": "a+", "after_reasoning": True, "bad_words": ["b"], "bad_token_ids": [[7, 8]]}
+    request = read_request(line_of("a", prompt="b", allowed_token_ids=[5], **body), 0)
+    asked = to_request(request.prompt, request.options)
+    assert asked.constraint == pb.Constraint(regex="a+", after_reasoning=True)
+    assert asked.vocabulary == pb.Vocabulary(
+        allowed_token_ids=[5], bad_words=["b"], bad_token_ids=[pb.TokenIds(ids=[7, 8])]
+    )
+
+
 def test_two_constraints_are_refused_instead_of_one_lost():
     line = line_of("a", prompt="b", response_format={"type": "json_object"}, regex="a+")
     with pytest.raises(LineRefused, match=r"^body: .*regex and json_object: an output has one"):
@@ -198,6 +208,8 @@ def test_a_chat_that_cannot_be_asked_is_refused_by_its_field(body: dict[str, Any
         ({"stop": 5}, "body.stop"),
         ({"stop_token_ids": "12"}, "body.stop_token_ids"),
         ({"choices": "yes"}, "body.choices"),
+        ({"bad_words": "yes"}, "body.bad_words"),
+        ({"bad_token_ids": [7]}, "body.bad_token_ids"),
         ({"logit_bias": {"the": 1}}, "body.logit_bias"),
         ({"logit_bias": [1]}, "body.logit_bias"),
         ({"logprobs": "all"}, "body.logprobs"),
