@@ -248,6 +248,7 @@ class Answer:
     finish_reason: FinishReason | None
     logprobs: tuple[float, ...]
     top_ids: tuple[tuple[int, ...], ...]
+    given_logprobs: tuple[float, ...]  # of the tokens named, of which none is likely
 
 
 def serve(router: Router, asks: Sequence[Ask], depth: int = 2) -> list[list[Answer]]:
@@ -298,8 +299,9 @@ def _answer(sequence: Any) -> Answer:
     return Answer(
         tuple(sequence.tokens[sequence.num_prompt_tokens : sequence.num_tokens].tolist()),
         sequence.finish_reason,
-        tuple(value for one in scored for value in (one.logprob, *one.given_logprobs.tolist())),
+        tuple(one.logprob for one in scored),
         tuple(tuple(one.top_ids.tolist()) for one in scored),
+        tuple(value for one in scored for value in one.given_logprobs.tolist()),
     )
 
 
@@ -341,6 +343,7 @@ def expect_alike(got: list[Answer], wanted: list[Answer], of: str) -> None:
         assert one.finish_reason == other.finish_reason
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-3)
         assert one.top_ids == other.top_ids
+        assert one.given_logprobs == pytest.approx(other.given_logprobs, abs=1e-3)
 
 
 @cache
