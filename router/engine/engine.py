@@ -84,8 +84,8 @@ class EngineSettings(SchedulerSettings, StepSettings):
     pipeline_depth: int = setting(2, at_least(1))
     """Steps in flight at most. 2 hides the way to the executors; 1 helps to debug."""
     retry_delay_s: float = setting(0.5, above(0))
-    """Seconds between attempts to form a group, at most: the first follows a loss at once, and the
-    others the sooner the shorter the group has been down."""
+    """Seconds from a loss to the first attempt to form the group again, and between attempts at most:
+    they follow the sooner the shorter it has been down."""
 
 
 class Engine:
@@ -170,11 +170,17 @@ class Engine:
             await asyncio.sleep(delay_s)
 
     def _retry_delay_s(self) -> float:
-        """Returns seconds until the next attempt to form, after a loss of executors."""
-        if self.is_ready and self._stats.num_steps:
-            return 0.0
-        down_s = 0.0 if self.is_ready else self._clock() - self.lost_time
-        return min(max(RETRY_SHARE * down_s, MIN_RETRY_DELAY_S), self._settings.retry_delay_s)
+        """Returns seconds until the next attempt to form, after a loss of executors.
+
+        A group that formed again before its sequences could go to another would lose them twice to
+        an executor whose steps fail while its process lives.
+        """
+        longest_s = self._settings.retry_delay_s
+        if self.is_ready:
+            return longest_s
+        return min(
+            max(RETRY_SHARE * (self._clock() - self.lost_time), MIN_RETRY_DELAY_S), longest_s
+        )
 
     async def _run_epoch(self, scheduler: Scheduler) -> None:
         """Steps until an executor is lost."""
