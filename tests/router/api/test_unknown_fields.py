@@ -11,7 +11,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2
 
 from protos.serving.v1 import serving_pb2 as pb
 from protos.transport.error_details import error_details
-from router.api.unknown_fields import refuse_unknown_fields
+from router.api.unknown_fields import MAX_REPEATED, refuse_unknown_fields
 from router.errors import InvalidRequest
 from tests.router.support import calls, vllm_calls
 from tests.router.support.calls import failure, prompt
@@ -53,6 +53,18 @@ def test_parts_of_parts_are_looked_at_where_there_are_any(message: Message, fiel
     with pytest.raises(InvalidRequest) as caught:
         refuse_unknown_fields(message)
     assert caught.value.field == field
+
+
+def test_messages_in_lists_are_bounded_since_the_loop_looks_at_each():
+    """Else one call of a megabyte of empty ones stops a router for more than a second."""
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user")] * (MAX_REPEATED - 1))
+    request = pb.TokenizeRequest(chat=chat)
+    request.chat.messages[7].tool_calls.add()
+    refuse_unknown_fields(request)
+    request.chat.messages[7].tool_calls.add()
+    with pytest.raises(InvalidRequest, match=f"send at most {MAX_REPEATED}") as caught:
+        refuse_unknown_fields(request)
+    assert caught.value.field == "chat.messages"
 
 
 @pytest.mark.parametrize(
