@@ -183,11 +183,9 @@ class Client:
         Raises:
             CallFailed: The request failed.
         """
-        timeout_s = options.get("timeout_s")
         request = to_request(prompt, options)
         with self._calling():
-            call_timeout_s = None if timeout_s is None else timeout_s + _ANSWER_GRACE_S
-            call = self._lane().call("Generate", request, timeout=call_timeout_s)
+            call = self._lane().call("Generate", request, timeout=_call_timeout_s(options))
             try:
                 async for message in call:
                     yield to_delta(message)
@@ -213,6 +211,22 @@ class Client:
         async with aclosing(self.generate(prompt, **options)) as deltas:
             async for delta in deltas:
                 collector.add(delta)
+        return collector.completions()
+
+    async def complete_unary(self, prompt: Prompt, **options: Unpack[Options]) -> list[Completion]:
+        """Returns all `n` continuations, by index, from one answer instead of a stream.
+
+        For proxies that know no streams. Nothing comes before the end, `first_token_s` included.
+
+        Raises:
+            CallFailed: The request failed.
+        """
+        collector = Collector(options.get("n") or 1)
+        request = to_request(prompt, options)
+        with self._calling():
+            answer = await self._lane().call("Complete", request, timeout=_call_timeout_s(options))
+        for message in answer.continuations:
+            collector.add(to_delta(message))
         return collector.completions()
 
     def many(self) -> Many:
@@ -299,6 +313,11 @@ class Client:
         with self._calling():
             status: Int32Value = await self._check_health(StringValue(value=service))
         return status.value == SERVING
+
+
+def _call_timeout_s(options: Options) -> float | None:
+    timeout_s = options.get("timeout_s")
+    return None if timeout_s is None else timeout_s + _ANSWER_GRACE_S
 
 
 def _encodable(prompt: str | Chat) -> dict[str, Any]:

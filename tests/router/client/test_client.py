@@ -102,6 +102,21 @@ async def test_all_continuations_are_returned_by_index(engines: FakeEngines, eit
     assert completions == [(index, [index] * 2) for index in range(3)]
 
 
+async def test_an_answer_without_a_stream_is_the_same(engines: FakeEngines, tmp_path: Path):
+    engines.echoes = True
+    asked: Options = {"n": 2, "echo": True, "request_id": "mine", "timeout_s": 40}
+    async with connected(engines, tmp_path) as client:
+        streamed = await client.complete_all("h€llo", **asked)
+        answers = await client.complete_unary("h€llo", **asked)
+        with pytest.raises(Rejected) as caught:
+            await client.complete_unary([5], n=65)
+    assert caught.value.field == "n"
+    for answer, other in zip(answers, streamed, strict=True):
+        for name in ("request_id", "index", "text", "token_ids", "prompt_text"):
+            assert getattr(answer, name) == getattr(other, name)
+        assert (answer.index == 0, answer.text) == (bool(answer.prompt_text), "h€llo")
+
+
 async def test_deltas_come_while_the_request_runs(engines: FakeEngines, either: Client | Many):
     async with aclosing(either.generate(np.array([5, 6]), request_id="mine")) as deltas:
         first = asyncio.ensure_future(anext(deltas))
