@@ -27,6 +27,7 @@ log = structlog.stdlib.get_logger(__name__)
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_WORKERS = 2  # which render at once; further chats wait for them
 WORKER = "router.api.chat_worker"
+STUCK_S = 30.0  # without an answer, however little of the processor a worker got: it is ended
 
 
 def read_templates(folder: Path, file: Path | None, timeout_s: float) -> Settings | None:
@@ -150,10 +151,11 @@ class ChatRenderer:
         for is_second in (False, True):
             worker = self._take_idle() or await self._start()
             try:
-                kind, answer = await worker.ask(data, max_chars)
+                async with asyncio.timeout(STUCK_S):
+                    kind, answer = await worker.ask(data, max_chars)
                 break
             # The last is uvloop's, where the other end of a pipe is closed.
-            except (asyncio.IncompleteReadError, ConnectionError, RuntimeError):
+            except (asyncio.IncompleteReadError, TimeoutError, ConnectionError, RuntimeError):
                 code = await self._end(worker)
             if code == -signal.SIGPROF:
                 timeout_s = self._settings.timeout_s

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from hashlib import blake2b
 from subprocess import PIPE, Popen
-from threading import Lock
+from threading import Lock, Timer
 from typing import Any
 
 from protos.serving.v1 import serving_pb2
-from router.api.chat import worker_environment
+from router.api.chat import STUCK_S, worker_environment
 from router.api.grammar_worker import MAX_WORK_S, SIMPLER, dumps, try_build
 from router.api.text import Tokenizer
 from router.errors import InvalidRequest
@@ -61,12 +61,17 @@ class _Worker:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
-        with suppress(BrokenPipeError):
+        timer = Timer(STUCK_S, self._process.kill)
+        timer.start()
+        try:
             stdin.write(line)
             stdin.flush()
             answer = stdout.readline()
-            return answer if answer.endswith(b"\n") else b""
-        return b""
+        except BrokenPipeError:
+            return b""
+        finally:
+            timer.cancel()
+        return answer if answer.endswith(b"\n") else b""
 
     def _stop(self) -> int:
         """Ends the process, if it has not ended; returns its code."""

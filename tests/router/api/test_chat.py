@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -244,14 +245,19 @@ async def test_templates_that_never_end_or_take_all_memory_fail_their_own_chat(
     assert error_details(error).reason == "PROMPT_TOO_LONG"
 
 
-async def test_a_worker_that_somebody_ended_is_replaced(chatting: Any, tokenizer: Tokenizer):
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_worker_that_somebody_ended_or_stopped_is_replaced(
+    chatting: Any, tokenizer: Tokenizer, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
+):
+    if how == signal.SIGSTOP:
+        monkeypatch.setattr("router.api.chat.STUCK_S", 3.0)
     _, stub = chatting
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
     assert tokenizer.chat is not None
-    for num_ended in range(2):
+    for num_ended in range(2 if how == signal.SIGKILL else 1):
         assert (await stub.CountTokens(pb.CountTokensRequest(chat=chat))).num_tokens == 2
         [worker] = tokenizer.chat._workers
-        worker.process.kill()
+        worker.process.send_signal(how)
         if num_ended:
             await worker.process.wait()  # else the next chat finds it dying
     assert (await stub.CountTokens(pb.CountTokensRequest(chat=chat))).num_tokens == 2
