@@ -445,6 +445,7 @@ class Scheduler:
                 self._shape.max_num_batched_tokens,
                 [sum(p.left for p in r) for r in prompts],
             )
+            floor += max(num_decodes)  # the setting is of prompts, a level of all tokens
             level = fill_level(num_decodes, left, max_tokens=most, floor=floor)
             return [level - num for num in num_decodes]
         counts, now = fill(budget, prompts, floor), self._clock()

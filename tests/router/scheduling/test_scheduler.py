@@ -100,6 +100,16 @@ def test_a_short_prompt_does_not_hold_up_a_long_one_below_the_floor() -> None:
     assert sorted(token_counts(world.step())) == [3, 16]
 
 
+def test_beside_decodes_the_floor_counts_tokens_of_prompts() -> None:
+    world = Stepper(make_shape(dp_size=2, rows_per_rank=5), min_chunk_tokens=4)
+    for _ in range(8):
+        world.submit([1, 2, 3], max_tokens=9)
+    world.step()
+    world.submit([4, 5])
+    world.submit(list(range(1, 31)))
+    assert sorted(token_counts(world.step())) == [4 + 2, 4 + 4]
+
+
 def test_a_rank_is_chosen_only_when_it_can_run_the_sequence() -> None:
     """Bound on arrival, a sequence would wait behind its rank's queue while another idles."""
     world = Stepper(make_shape(dp_size=2, rows_per_rank=1))
