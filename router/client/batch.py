@@ -29,6 +29,7 @@ import grpc
 
 from router.client import CallFailed, Client, Completion, Many, Rejected, TlsFiles
 from router.client.batch_lines import (
+    OUTPUT_BEGIN,
     BatchRequest,
     LineRefused,
     answer_line,
@@ -282,13 +283,15 @@ def _lines_of(path: Path, *, is_growing: bool = False) -> Iterator[Line]:
     with open(path, "rb") as file:
         for number, data in enumerate(file, start=1):
             if is_growing and not data.endswith(b"\n"):
+                if data[: len(OUTPUT_BEGIN)] != OUTPUT_BEGIN[: len(data)]:
+                    raise BatchRefused(f"{path}, line {number}: it answers no line of this batch")
                 return
             end += len(data)
             if not data.strip():
                 continue
             try:
                 content = json.loads(data)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise BatchRefused(f"{path}, line {number}: no JSON: {error}") from error
             if not isinstance(content, dict) or not isinstance(content.get("custom_id"), str):
                 raise BatchRefused(f"{path}, line {number}: no object with a custom_id of text")

@@ -18,6 +18,7 @@ from router.client.messages import (
 Json = dict[str, Any]
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+OUTPUT_BEGIN = b'{"id": "batch_req_'  # of each output line
 _LINE = ("custom_id", "method", "url", "body")
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, of completions
 # Fields of a body that are called so here, too: OpenAI's, and behind them our own.

@@ -289,8 +289,8 @@ async def test_a_second_run_goes_on_where_the_first_was_cut(
     write(source, [line_of(str(n), prompt=[n + 10]) for n in range(10)])
     await run(echoing, files)
     whole = read(target)
-    kept = target.read_text().splitlines(keepends=True)[:6]
-    target.write_text("".join(kept) + '{"custom_id": "9", "resp')
+    *kept, cut = target.read_text().splitlines(keepends=True)[:7]
+    target.write_text("".join(kept) + cut[:40])
     echoing.arrivals = asyncio.Queue()
     progress = await run(echoing, files)
 
@@ -308,6 +308,8 @@ async def test_a_second_run_goes_on_where_the_first_was_cut(
         ('{"custom_id": 5}', "", "in.jsonl, line 1: no object with a custom_id of text"),
         ('{"custom_id": "a"}', '{"custom_id": "b", "error": null}\n', "out.jsonl, line 1: it ans"),
         ('{"custom_id": "a"}', '{"custom_id": "a"}\n', "out.jsonl, line 1: it answers no line"),
+        ('{"custom_id": "a"}', "of another program", "out.jsonl, line 1: it answers no line"),
+        ("[" * 100_000, "", "in.jsonl, line 1: no JSON"),
     ],
 )
 def test_files_that_are_no_batch_are_refused_before_anything_is_sent(
