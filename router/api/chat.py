@@ -190,7 +190,8 @@ class ChatRenderer:
         worker = _Worker(process, process.stdin, process.stdout)
         self._workers.append(worker)
         settings = json.dumps(self._settings._asdict()).encode()
-        worker.stdin.write(REQUEST.pack(len(settings), 0) + settings)
+        with suppress(ConnectionError, RuntimeError):  # if it has ended: to ask it fails, too
+            worker.stdin.write(REQUEST.pack(len(settings), 0) + settings)
         return worker
 
     async def _end(self, worker: _Worker) -> int:

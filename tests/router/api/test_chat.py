@@ -263,6 +263,27 @@ async def test_a_worker_that_somebody_ended_or_stopped_is_replaced(
     assert (await stub.CountTokens(pb.CountTokensRequest(chat=chat))).num_tokens == 2
 
 
+async def test_a_worker_that_ends_as_it_starts_is_replaced(
+    chatting: Any, monkeypatch: pytest.MonkeyPatch
+):
+    start, processes = asyncio.create_subprocess_exec, []
+
+    async def starting(*args: str, **options: Any) -> Any:
+        processes.append(await start(*args, **options))
+        if len(processes) == 1:
+            processes[0].kill()
+            await processes[0].wait()
+            closed = RuntimeError("unable to perform operation; the handler is closed")  # uvloop's
+            processes[0].stdin = Mock(write=Mock(side_effect=closed))
+        return processes[-1]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", starting)
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
+    _, stub = chatting
+    assert (await stub.CountTokens(pb.CountTokensRequest(chat=chat))).num_tokens == 2
+    assert len(processes) == 2
+
+
 async def test_a_caller_that_left_leaves_no_error_behind(
     chatting: Any, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ):
