@@ -23,6 +23,8 @@ there. So no row can write where another reads, and up to n blocks behind a row'
 share a place. Nobody reads there what an earlier step wrote.
 """
 
+import math
+import mmap
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -257,7 +259,7 @@ class KVPool:
         num_tokens = self.num_physical_blocks * self.block_size
         shared = [
             tuple(
-                torch.zeros(num_tokens, p.num_heads, p.width, dtype=p.dtype, device=self.device)
+                _zeros((num_tokens, p.num_heads, p.width), p.dtype, self.device)
                 for p in self.shape.parts
             )
             for _ in range(max(map(len, self.shape.groups)))
@@ -382,3 +384,16 @@ class KVPool:
                 at = at.pin_memory().to(self.device, non_blocking=True)
             at = at.to(self.device)
             self.tables.index_copy_(1, at, self._fresh.index_select(1, at))
+
+
+def _zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns zeros. On a CPU the kernel gives their memory as it is first written.
+
+    To have a gigabyte of it at once takes longer than everything else that a restarted executor does.
+    """
+    if device.type != "cpu":
+        return torch.zeros(*size, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, math.prod(size) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(*size)

@@ -1,6 +1,9 @@
 """If this fails, one user's tokens are written over another's."""
 
+import resource
+import sys
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,6 +31,19 @@ def pool() -> KVPool:
 def test_bytes_per_block_counts_keys_and_values_of_all_layers(pool: KVPool):
     held = sum(cache.nbytes for cache in pool.tensors)
     assert pool.bytes_per_block == held // pool.num_blocks
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_memory_of_blocks_that_nobody_has_written_is_not_taken():
+    def resident() -> int:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+        return int(pages) * resource.getpagesize()
+
+    num_blocks = (256 << 20) // SHAPE.bytes_per_block
+    before = resident()
+    pool = KVPool(SHAPE, num_blocks=num_blocks, num_rows=1, max_blocks_per_row=1)
+    assert resident() - before < 64 << 20
+    assert not pool.caches[0][0][-1].any()
 
 
 @pytest.mark.parametrize("windowed", [(0, 2), (0, 2, 3), (1,)])
