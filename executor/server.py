@@ -316,7 +316,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
                 raise
             if failure is not None:
                 raise failure
-            return pb.JoinResponse()
+            return pb.JoinResponse(instance_id=self._description.instance_id)
 
     # A coroutine that writes to the context, not a generator: when its call is cancelled, a
     # generator would stay suspended at its yield and hold the stream until collected.

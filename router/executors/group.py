@@ -140,9 +140,6 @@ class ExecutorGroup:
         info = describe_group(members, self._epoch, self._settings.model_name)
         await _all([self._bring_up(member) for member in members])
         await self._join(members)
-        for before, now in zip(members, await self._describe_all(), strict=True):
-            if before.description.instance_id != now.description.instance_id:
-                raise ExecutorLost(f"{now} was restarted while the group formed")
         self._members = members
         self._num_peers = len(members) // info.shape.dp_size
         self._vocab_size = info.model.vocab_size
@@ -421,7 +418,7 @@ class ExecutorGroup:
             secret=secret,
             peer_hosts=[member.description.peer_host for member in members],
         )
-        await _all(
+        joined = await _all(
             [
                 _answer(
                     self._stubs[member.address].Join(join, timeout=self._settings.form_timeout_s),
@@ -430,6 +427,9 @@ class ExecutorGroup:
                 for member in members
             ]
         )
+        for member, answer in zip(members, joined, strict=True):
+            if member.description.instance_id != answer.instance_id:
+                raise ExecutorLost(f"{member} was restarted while the group formed")
 
 
 def _instance_of(member: Member) -> str:

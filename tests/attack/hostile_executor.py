@@ -149,7 +149,7 @@ class HostileExecutor(executor_pb2_grpc.ExecutorServiceServicer):
 
     async def Join(self, request: Any, context: Any) -> pb.JoinResponse:
         self._scores.clear()
-        return pb.JoinResponse()
+        return pb.JoinResponse(instance_id=self._instance)
 
     async def Step(self, requests: Any, context: Any) -> None:
         answering = asyncio.create_task(self._answer_all(requests, context))

@@ -567,16 +567,23 @@ Global___JoinRequest: _TypeAlias = JoinRequest  # noqa: Y015
 
 @_typing.final
 class JoinResponse(_message.Message):
-    """Empty: the executor is ready, and the first step_id of the epoch is 1."""
+    """The executor is ready, and the first step_id of the epoch is 1."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    """DescribeResponse.instance_id of the process that joined. The router takes another one than
+    Describe gave for an executor that was restarted meanwhile.
+    """
     def __init__(
         self,
+        *,
+        instance_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

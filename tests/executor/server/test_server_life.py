@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from executor.server import SERVICE, STUCK_CHECKS, agreement_digest
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.support.fake_worker import FakeWorker, held_step, read_ids, until
-from tests.executor.support.servers import reason_of, request, serving
+from tests.executor.support.servers import join_request, reason_of, request, serving
 
 
 async def test_an_executor_that_loads_is_alive_and_says_that_it_is_not_loaded():
@@ -39,6 +39,13 @@ async def test_an_executor_that_loads_is_alive_and_says_that_it_is_not_loaded():
         description = await client.executor.Describe(pb.DescribeRequest())
         assert description.instance_id
         assert description.agreement_digest == agreement_digest({"dtype": "float32"})
+
+
+async def test_join_and_describe_name_the_same_process(fake: Any):
+    _, client = fake
+    description = await client.executor.Describe(pb.DescribeRequest())
+    joined = await client.executor.Join(join_request(1))
+    assert joined.instance_id == description.instance_id
 
 
 async def test_stopping_answers_the_step_in_flight_and_leaves_the_group(fake: Any):

@@ -354,16 +354,13 @@ async def test_a_restarted_executor_is_recognised_and_what_was_learnt_of_steps_f
 
 async def test_an_executor_that_restarts_while_the_group_forms_is_not_taken_for_its_predecessor():
     async with run_group(2) as (group, peers):
-        calls: list[str] = []
 
         async def restart() -> None:
-            calls.append("describe")
-            peers[1, 0].instance_id = f"after {len(calls)}"
+            peers[1, 0].instance_id = "second"
 
-        peers[1, 0].on_describe = restart
+        peers[1, 0].on_join = restart
         with pytest.raises(ExecutorLost, match=r"dp_rank 1.*was restarted while the group formed"):
             await group.form()
-        peers[1, 0].on_describe = nothing
         await group.form()
 
 

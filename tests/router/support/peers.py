@@ -126,7 +126,7 @@ class Peer:
             self.advance(request.epoch, least=self.newest)
             self.joined.append(request.epoch)
             await self.on_join()
-        return pb.JoinResponse()
+        return pb.JoinResponse(instance_id=self.instance_id)
 
     def advance(self, epoch: int, *, least: int) -> None:
         """Takes note of an epoch, from wherever it comes."""
