@@ -19,10 +19,9 @@ import struct
 import threading
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import NamedTuple
 
-_DESCRIPTORS = Path("/proc/self/fd")
+_DESCRIPTORS = "/proc/self/fd"
 _SO_ATTACH_FILTER = 26  # of Linux; Python has no name for it
 _DROP = struct.pack("=HBBI", 0x06, 0, 0, 0)  # one instruction: return, 0 bytes are taken
 
@@ -158,7 +157,7 @@ def _told(address: tuple[str, int]) -> str:
 def _open_sockets() -> dict[str, int]:
     """Returns the descriptor of each socket, by the name of its inode."""
     found = {}
-    if _DESCRIPTORS.is_dir():
+    with suppress(FileNotFoundError):
         for entry in os.listdir(_DESCRIPTORS):
             with suppress(OSError):  # closed meanwhile
                 name = _name(int(entry))
@@ -168,7 +167,7 @@ def _open_sockets() -> dict[str, int]:
 
 
 def _name(number: int) -> str:
-    return os.readlink(_DESCRIPTORS / str(number))
+    return os.readlink(f"{_DESCRIPTORS}/{number}")
 
 
 def _address(number: int) -> _Address:

@@ -326,8 +326,9 @@ def join_group(
             attn_tp = world
         elif len(same_dp_rank) > 1:
             attn_tp = form(f"attn-tp-{topology.dp_rank}", same_dp_rank, device)
-        everywhere = Place("joined", rank, len(everyone))
-        _tell_all(store, "joined", everywhere, b"")  # nobody waits for the store any more
+        if len(_distinct(on_host, world, attn_tp)) > 1:  # else all have said that theirs is formed
+            everywhere = Place("joined", rank, len(everyone))
+            _tell_all(store, "joined", everywhere, b"")  # nobody waits for the store any more
         formed.pop_all()
     return EpochGroups(epoch, world, attn_tp, on_host)
 
