@@ -94,7 +94,7 @@ async def test_on_a_stream_a_requests_field_is_told_under_its_tag_and_the_stream
     engines = FakeEngines()
     async with calls.connected(engines) as stub:
         call = stub.GenerateMany()
-        await call.write(pb.GenerateManyRequest(tag=7, start=newer(prompt(), "sampling")))
+        await call.write(pb.GenerateManyRequest(tag=7, start=newer(prompt(n=65), "sampling")))
         [error] = (await call.read()).errors
         assert (error.tag, error.code) == (7, code_pb2.INVALID_ARGUMENT)
         assert error.field == "sampling.200"

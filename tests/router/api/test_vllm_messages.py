@@ -219,6 +219,7 @@ async def test_a_full_queue_and_a_repeated_id_are_answered_as_in_our_own_api():
         await engines.arrivals.get()
         error = await failure(stub.Generate(generate()))
         assert error.code() is grpc.StatusCode.ALREADY_EXISTS
+        assert error_details(error).request_id == "mine"
         engines.refusal = QueueFull("too much waits", retry_delay_s=2.0)
         error = await failure(stub.Generate(generate(request_id="other")))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
