@@ -428,6 +428,38 @@ async def test_a_schema_that_cannot_be_kept_to_is_refused_with_its_place(gateway
     assert "sampling_params.json_schema: at #/items" in message
 
 
+TOOL = {"type": "function", "function": {"name": "add", "parameters": SUM, "strict": True}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        # The router would prefer token 5, write ten tokens, or refuse the priority.
+        *[
+            (path, {name: value})
+            for path in (COMPLETIONS, CHAT)
+            for name, value in (
+                ("logit_bias", {"5": 100}),
+                ("priority", 1000),
+                ("no_such_field", 1),
+            )
+        ],
+        (COMPLETIONS, {"best_of": 2}),
+        (CHAT, {"min_tokens": 10}),
+        (CHAT, {"tools": [TOOL], "tool_choice": "auto"}),
+        (CHAT, {"prediction": {"type": "content", "content": "sucabb"}, "service_tier": "flex"}),
+        (CHAT, {"parallel_tool_calls": False, "reasoning_effort": "high", "store": True}),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+async def test_what_smg_leaves_out_changes_no_answer(
+    gateway: Gateway, path: str, fields: dict[str, Any]
+):
+    """If one of these fails, SMG passes the field on now: take it off the README's list."""
+    asked = fields_of(path, rev("abacus")) | {"max_tokens": 16}
+    assert await gateway.answers(path, False, **asked, **fields) == {0: "sucaba"}
+
+
 async def test_a_gateway_that_has_the_model_needs_no_tokenizer_of_ours(
     stack: LocalStack, tmp_path: Path
 ):
