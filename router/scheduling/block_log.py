@@ -119,9 +119,13 @@ class BlockLog:
         seen: set[bytes] = set()
         for run in self._runs:
             if run.salt == salt:
-                ids = run.block_ids.tolist()
-                is_in = [self._is_in(*pair, seen) for pair in zip(run.names[1:], ids, strict=True)]
-                parts += run.parts(is_in)
+                names, ids = run.names[1:], run.block_ids.tolist()
+                if list(map(self._block_of.get, names)) == ids and seen.isdisjoint(names):
+                    seen.update(names)  # all are in, mostly: the loop waits for this
+                    parts.append(run)
+                    continue
+                is_in = [self._is_in(*pair, seen) for pair in zip(names, ids, strict=True)]
+                parts += run.parts(is_in) if any(is_in) else ()
         return sorted(parts, key=lambda run: run.place)
 
     def _is_in(self, name: bytes, block_id: int, seen: set[bytes]) -> bool:
