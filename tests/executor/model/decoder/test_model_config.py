@@ -161,6 +161,10 @@ def test_a_config_of_many_megabytes_is_not_read(tmp_path: Path):
 def test_an_unknown_architecture_names_those_that_are_known(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"'NoSuchModel' .* Qwen3MoeForCausalLM.* are"):
         read(tmp_path, architectures=["NoSuchModel"])
+    # Before what such a model's file may have under other names, or lack.
+    (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
+    with pytest.raises(CheckpointError, match=r"'NoSuchModel' is not supported"):
+        read_spec(tmp_path)
 
 
 def test_a_directory_without_a_model_says_so(tmp_path: Path):
