@@ -197,8 +197,8 @@ class ChatRenderer:
     async def _end(self, worker: _Worker) -> int:
         """Returns what a worker ended with that answers no more."""
         self._workers.remove(worker)
-        with suppress(ProcessLookupError):
-            worker.process.kill()
+        with suppress(ProcessLookupError):  # Process.kill may take the code from `wait`
+            os.kill(worker.process.pid, signal.SIGKILL)
         code = await worker.process.wait()
         log.warning("chat_worker_ended", code=code)
         return code
