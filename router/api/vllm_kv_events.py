@@ -25,7 +25,7 @@ import structlog
 from smg_grpc_proto.generated import common_pb2 as pb
 
 from router.requests.request import Int32Array
-from router.scheduling.block_log import BlockEvent, BlockLog, BlockRun
+from router.scheduling.kv.block_log import BlockEvent, BlockLog, BlockRun
 
 log = structlog.stdlib.get_logger(__name__)
 

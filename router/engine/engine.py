@@ -29,8 +29,8 @@ from router.errors import (
 )
 from router.requests.request import NO_COLUMNS, Columns, Listener, Listeners, Request, Sequence
 from router.requests.waiting_queue import Quarantine, WaitingQueue, note_loss
-from router.scheduling.block_log import BlockLog
 from router.scheduling.counters import EpochStats, GroupMeasures
+from router.scheduling.kv.block_log import BlockLog
 from router.scheduling.scheduler import Scheduler, SchedulerSettings
 from router.scheduling.step import GroupInfo, InFlight, ServedModel, StepResult, StepSettings
 

@@ -22,8 +22,8 @@ from router.errors import (
     ShuttingDown,
 )
 from router.requests.request import Columns, Listener, Listeners, Request, Sequence
-from router.scheduling.block_log import BlockLog
 from router.scheduling.counters import GroupTotals, RequestMeasures
+from router.scheduling.kv.block_log import BlockLog
 from router.scheduling.step import ServedModel
 
 

@@ -167,7 +167,7 @@ class Request:
         tag: The caller's number for this request on its stream; 0 outside GenerateMany.
         is_columnar: Whether the listener takes its tokens as columns (`Listener.take_columns`).
         caller: Who sent it, and may cancel it.
-        cache_salt: What the names of its blocks begin with (block_pool.py).
+        cache_salt: What the names of its blocks begin with (prefix_cache.py).
         hides_cached: Whether its caller is not told how much the prefix cache had.
         grammar: What its outputs keep to, as executors get it; empty: nothing.
         grammar_after: Tokens behind which they do; empty: from the first on.
@@ -257,7 +257,7 @@ class Sequence:
         text: Set where the client wants text or gave stop strings.
         logprobs: One per output token that the listener has not taken yet, if asked for.
         prompt_logprobs: One per prompt token from the second on, if asked for.
-        block_hashes: Names of its full blocks, as far as anybody asked (block_pool.py).
+        block_hashes: Names of its full blocks, as far as anybody asked (prefix_cache.py).
         hashed_size: Tokens of these blocks.
         flow: Its caller's in its group.
         suspicion: Set while its steps may be what executors die of (waiting_queue.py).

@@ -39,7 +39,7 @@ from router.errors import (
 )
 from router.requests.flows import FlowCounts
 from router.requests.request import FinishReason, Sequence
-from router.scheduling.block_pool import PrefixCache
+from router.scheduling.kv.prefix_cache import PrefixCache
 from router.scheduling.plan_lead import PlanLead
 from router.scheduling.speculation import NO_DRAFTS, DraftCounts
 from router.scheduling.step import (

@@ -4,7 +4,7 @@ import math
 from bisect import insort
 from collections.abc import Sequence as SequenceOf
 
-from router.scheduling.block_pool import CachedPrefix, PrefixCache
+from router.scheduling.kv.prefix_cache import CachedPrefix, PrefixCache
 from router.scheduling.sequence_table import SequenceTable
 from router.scheduling.step import GroupShape
 from router.scheduling.step_budget import Prices, Prompt, Turn

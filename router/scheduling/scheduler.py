@@ -32,12 +32,6 @@ from protos.transport.errors import RpcError
 from router.errors import ConstraintFailed
 from router.requests.request import Int32Array, Listeners, Sequence
 from router.requests.waiting_queue import SequenceQueue
-from router.scheduling.block_pool import (
-    BlockHash,
-    CachedPrefix,
-    PrefixCache,
-    extend_block_hashes,
-)
 from router.scheduling.commit import (
     NewTokens,
     apply_stop_conditions,
@@ -46,8 +40,14 @@ from router.scheduling.commit import (
     write_tokens,
 )
 from router.scheduling.counters import GroupMeasures, TokenGaps
+from router.scheduling.kv.prefix_cache import (
+    BlockHash,
+    CachedPrefix,
+    PrefixCache,
+    extend_block_hashes,
+)
+from router.scheduling.kv.row_blocks import RowBlocks
 from router.scheduling.rank_choice import RankLoads, fill_level
-from router.scheduling.row_blocks import RowBlocks
 from router.scheduling.sequence_table import Mask, RowStatus, SequenceTable
 from router.scheduling.speculation import DraftCounts, DraftGate, Drafting, DraftSettings
 from router.scheduling.step import GroupShape, StepPlan, StepResult

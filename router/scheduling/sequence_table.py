@@ -27,7 +27,8 @@ import numpy as np
 import numpy.typing as npt
 
 from router.requests.request import Columns, Int32Array, Sequence
-from router.scheduling.block_pool import BlockIds, CachedPrefix
+from router.scheduling.kv.block_pool import BlockIds
+from router.scheduling.kv.prefix_cache import CachedPrefix
 from router.scheduling.step import window_reach
 
 Rows = npt.NDArray[np.int64]

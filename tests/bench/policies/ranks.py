@@ -12,7 +12,8 @@ from itertools import count
 
 import numpy as np
 
-from router.scheduling.block_pool import BlockIds, PrefixCache
+from router.scheduling.kv.block_pool import BlockIds
+from router.scheduling.kv.prefix_cache import PrefixCache
 from tests.bench.policies.world import BLOCK, Gaps, Job, Sizes
 
 

@@ -17,9 +17,9 @@ from protos.transport.error_details import error_details
 from router.api import vllm_kv_events
 from router.api.vllm_kv_events import BlockFeed
 from router.requests.callers import CallerSettings
-from router.scheduling import block_log
-from router.scheduling.block_log import BlockLog, BlockRun
-from router.scheduling.block_pool import PrefixCache, extend_block_hashes
+from router.scheduling.kv import block_log
+from router.scheduling.kv.block_log import BlockLog, BlockRun
+from router.scheduling.kv.prefix_cache import PrefixCache, extend_block_hashes
 from router.scheduling.step import sequence_capacity
 from tests.router.support.block_table import NAME_BYTES, BlockTable
 from tests.router.support.calls import failure

@@ -5,13 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from router.scheduling.block_pool import (
-    SCRATCH_BLOCK,
-    BlockIds,
-    BlockPool,
-    PrefixCache,
-    extend_block_hashes,
-)
+from router.scheduling.kv.block_pool import SCRATCH_BLOCK, BlockIds, BlockPool
+from router.scheduling.kv.prefix_cache import PrefixCache, extend_block_hashes
 from tests.router.support.block_checks import check_cache, check_pool, kept_blocks
 
 BLOCK_SIZE = 4

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from router.requests.request import Listener, Listeners, Sequence
-from router.scheduling.block_pool import NO_PREFIX, CachedPrefix
+from router.scheduling.kv.prefix_cache import NO_PREFIX, CachedPrefix
 from router.scheduling.sequence_table import NUM_STOP_IDS, RowStatus, SequenceTable
 from tests.router.support.requests import make_request
 

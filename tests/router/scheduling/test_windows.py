@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from router.requests.request import Request
-from router.scheduling.block_pool import NO_PREFIX, WINDOW, PrefixCache
+from router.scheduling.kv.prefix_cache import NO_PREFIX, WINDOW, PrefixCache
 from router.scheduling.step import StepPlan, sequence_capacity, window_reach
 from tests.router.support.block_checks import check_cache
 from tests.router.support.stepper import (

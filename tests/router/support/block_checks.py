@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from router.scheduling.block_pool import SCRATCH_BLOCK, BlockPool, PrefixCache
+from router.scheduling.kv.block_pool import SCRATCH_BLOCK, BlockPool
+from router.scheduling.kv.prefix_cache import PrefixCache
 
 
 def kept_blocks(pool: BlockPool) -> list[int]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from router.scheduling.block_pool import NEW_HASH, PrefixCache, extend_block_hashes
+from router.scheduling.kv.prefix_cache import NEW_HASH, PrefixCache, extend_block_hashes
 
 NAME_BYTES = NEW_HASH.digest_size  # names of windowed layers' blocks are longer
 

@@ -22,8 +22,8 @@ from router.api.health import Health
 from router.api.text import Tokenizer
 from router.errors import Cancelled, DeadlineExceeded, RequestExists, ShuttingDown
 from router.requests.request import Columns, FinishReason, Listener, Listeners, Request, Sequence
-from router.scheduling.block_log import BlockLog
 from router.scheduling.counters import RequestMeasures
+from router.scheduling.kv.block_log import BlockLog
 from router.scheduling.step import ServedModel
 
 MODEL = ServedModel(

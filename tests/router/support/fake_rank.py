@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from router.requests.request import Sequence as LiveSequence
-from router.scheduling.block_pool import SCRATCH_BLOCK
+from router.scheduling.kv.block_pool import SCRATCH_BLOCK
 from router.scheduling.step import NO_FLOATS, NO_INTS, Agreement, GroupShape, RankBatch, RankResult
 
 VOCAB_SIZE = 50

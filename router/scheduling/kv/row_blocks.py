@@ -20,14 +20,9 @@ from itertools import pairwise
 import numpy as np
 
 from router.requests.request import Int32Array
-from router.scheduling.block_log import BlockRun
-from router.scheduling.block_pool import (
-    WINDOW,
-    BlockIds,
-    BlockPool,
-    PrefixCache,
-    extend_block_hashes,
-)
+from router.scheduling.kv.block_log import BlockRun
+from router.scheduling.kv.block_pool import BlockIds, BlockPool
+from router.scheduling.kv.prefix_cache import WINDOW, PrefixCache, extend_block_hashes
 from router.scheduling.sequence_table import Mask, Rows, RowStatus, SequenceTable, offsets, spread
 from router.scheduling.step import StepPlan
 

@@ -20,7 +20,7 @@ class BlockRun(NamedTuple):
     """Blocks that follow one another in a sequence.
 
     Attributes:
-        salt: What their names began with (block_pool.py): whose they are.
+        salt: What their names began with (prefix_cache.py): whose they are.
         place: Number of blocks of the sequence before them.
         names: [1 + B] of the block before them, or the salt, and then their own.
         block_ids: int32 [B].
