@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import UTC
+from operator import attrgetter
 from pathlib import Path
 
 import click
@@ -35,6 +36,8 @@ MIN_WIDTH = 40  # a narrower terminal cuts what is drawn for this width
 BARS_WIDTH = 60  # a narrower table has numbers only
 MAX_BAR = 24
 MAX_EVENTS = 8
+MAX_FLOWS = 8
+FLOW_COLUMNS = ("served_share", "num_running", "num_waiting", "num_served_tokens")
 FULL, PART, EMPTY = "█", "▒", "·"
 LEVELS = "▁▂▃▄▅▆▇█"
 COLOURS = {"warning": "yellow", "error": "red"}
@@ -147,6 +150,8 @@ def _group(group: pb.GroupStatus) -> Iterator[RenderableType]:
         yield _RankTable(group.ranks)
     elif is_ready:
         yield "  no ranks"
+    if group.flows:
+        yield _flows(group.flows)
     if group.HasField("speculation"):
         yield _line(("  drafts: " + _drafts(group.speculation), "dim"))
     if group.step_cost.num_steps:
@@ -185,6 +190,28 @@ class _RankTable:
             cells += [f"{rank.prefix_hit_rate:.0%}", f"{rank.num_preemptions:,}"] * has_bars
             table.add_row(*cells)
         yield table
+
+
+def _flows(flows: Sequence[pb.FlowStatus]) -> Table:
+    """Returns a line for each of the flows that have most: what waits and runs, and what they get."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
+    name = Text("flow", no_wrap=True, overflow="ellipsis")
+    table.add_column(name, no_wrap=True, overflow="ellipsis", max_width=MAX_BAR + 8)
+    for header in ("waiting", "run", "share of 10 s", "tokens in all"):
+        table.add_column(header, justify="right")
+    shown = sorted(flows, key=attrgetter(*FLOW_COLUMNS), reverse=True)
+    if rest := shown[MAX_FLOWS:]:
+        sums = {name: sum(map(attrgetter(name), rest)) for name in FLOW_COLUMNS}
+        shown[MAX_FLOWS:] = [pb.FlowStatus(flow=f"{len(rest)} more", **sums)]
+    for flow in shown:
+        table.add_row(
+            _printable(flow.flow) or "-",
+            f"{flow.num_waiting:,}",
+            f"{flow.num_running:,}",
+            f"{flow.served_share:.0%}",
+            f"{flow.num_served_tokens:,}",
+        )
+    return table
 
 
 def _printable(text: str) -> str:

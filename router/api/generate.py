@@ -23,7 +23,7 @@ from router.api.prompts import Encodable, decode, encode_prompt
 from router.api.text import Tokenizer
 from router.api.unknown_fields import refuse_unknown_fields
 from router.engine.engines import Engines
-from router.engine.status import hide_executors
+from router.engine.status import hide_from_callers
 from router.errors import QueueFull, RequestNotFound
 from router.requests.callers import DEFAULTS, CallerSettings
 from router.requests.request import Int32Array, Listener, Request
@@ -158,7 +158,7 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
         """Returns GetStatus' answer, as far as it is the caller's to know."""
         status = self._engines.overview(self._version)
         if not self._settings.is_operator(caller_of(context)):
-            hide_executors(status)
+            hide_from_callers(status)
         return status
 
     async def run(

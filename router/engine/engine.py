@@ -18,7 +18,7 @@ import structlog
 from protos.serving.v1 import serving_pb2 as pb
 from protos.settings import above, at_least, setting
 from protos.transport.errors import RpcError, shorten
-from router.engine.recent import Events, History
+from router.engine.recent import Events, FlowShares, History
 from router.engine.status import epoch_status, step_cost_status
 from router.errors import (
     ExecutorFailed,
@@ -142,7 +142,7 @@ class Engine:
         self.measures = GroupMeasures()
         self.measures.flow_counts = waiting.line.counts
         self.events = Events(self._clock)
-        self._history = History()
+        self._history, self._flow_shares = History(), FlowShares()
         self._stats = EpochStats()
         self._state = pb.GROUP_STATE_FORMING
         self._problem = "its executors have not been reached yet"
@@ -364,14 +364,17 @@ class Engine:
         return status
 
     def full_status(self) -> pb.GroupStatus:
-        """Returns the same with its history."""
+        """Returns the same with its history and its flows."""
         status = self.status()
         status.history.CopyFrom(self._history.message())
+        status.flows.extend(self._flow_shares.messages(self.waiting.line.counts()))
         return status
 
     def take_sample(self) -> None:
         """Takes down its numbers for the history."""
-        self._history.add(self._clock(), self.status(), self.measures.totals())
+        totals = self.measures.totals()
+        self._history.add(self._clock(), self.status(), totals)
+        self._flow_shares.add(totals.flows)
 
     # ---- epochs
 

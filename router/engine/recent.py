@@ -1,14 +1,15 @@
-"""Recent past of a router: its last events, and each group's numbers once a second."""
+"""Recent past of a router: its last events, each group's numbers once a second, flows' shares."""
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import structlog
 
 from protos.serving.v1 import serving_pb2 as pb
 from protos.transport.errors import duration
+from router.requests.flows import FlowCounts
 from router.scheduling.counters import GroupTotals
 
 log = structlog.get_logger()
@@ -16,6 +17,7 @@ log = structlog.get_logger()
 MAX_EVENTS = 32  # of each group, so that one that comes and goes crowds out no other's
 MAX_SAMPLES = 300
 SAMPLE_S = 1.0
+SHARE_SAMPLES = 10  # over which flows' shares are told
 _COLUMNS = [field.name for field in pb.History.DESCRIPTOR.fields]
 # Fields of a line of the log that are no details of an event: it has the first ones itself, and a
 # request is for its caller to know.
@@ -79,3 +81,30 @@ class History:
     def message(self) -> pb.History:
         """Returns the samples as columns."""
         return pb.History(**dict(zip(_COLUMNS, zip(*self._samples, strict=True), strict=False)))
+
+
+class FlowShares:
+    """What flows of one group were given over the last seconds."""
+
+    def __init__(self) -> None:
+        self._samples: deque[dict[str, int]] = deque(maxlen=SHARE_SAMPLES)
+
+    def add(self, flows: Mapping[str, FlowCounts]) -> None:
+        """Takes a sample; to be called every SAMPLE_S."""
+        self._samples.append({name: flow.num_served_tokens for name, flow in flows.items()})
+
+    def messages(self, flows: Mapping[str, FlowCounts]) -> Iterator[pb.FlowStatus]:
+        """Yields each flow's part of GetStatus' answer."""
+        before = self._samples[0] if self._samples else {}
+        gained = {
+            name: flow.num_served_tokens - before.get(name, 0) for name, flow in flows.items()
+        }
+        total = max(1, sum(gained.values()))
+        for name, flow in flows.items():
+            yield pb.FlowStatus(
+                flow=name,
+                num_waiting=flow.num_waiting,
+                num_running=flow.num_running,
+                num_served_tokens=flow.num_served_tokens,
+                served_share=gained[name] / total,
+            )

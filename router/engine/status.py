@@ -65,13 +65,14 @@ def step_cost_status(cost: StepCost) -> pb.StepCostStatus:
     )
 
 
-def hide_executors(status: pb.GetStatusResponse) -> None:
-    """Takes out of a status what concerns operators only: executors' addresses and problems."""
+def hide_from_callers(status: pb.GetStatusResponse) -> None:
+    """Takes out of a status what concerns operators only: executors' addresses, problems, flows."""
     tellers: list[pb.GroupStatus | pb.Event] = [*status.groups, *status.events]
     for told in tellers:
         if told.problem:
             told.problem = "told to operators only: see --operators, or the router's log"
     for group in status.groups:
+        group.ClearField("flows")
         for rank in group.ranks:
             rank.ClearField("address")
 

@@ -7,7 +7,7 @@ from google.protobuf.json_format import MessageToJson
 from protos.serving.v1 import serving_pb2 as pb
 from protos.telemetry.scrapes import Page
 from router.engine.engines import Engines
-from router.engine.status import hide_executors
+from router.engine.status import hide_from_callers
 from router.telemetry.prometheus import on_loop
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
@@ -25,7 +25,7 @@ def status_pages(engines: Engines, version: str, *, tells_operators: bool) -> di
     def overview() -> pb.GetStatusResponse:
         status = engines.overview(version)
         if not tells_operators:
-            hide_executors(status)
+            hide_from_callers(status)
         return status
 
     ask = on_loop(overview)

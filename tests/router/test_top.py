@@ -95,6 +95,17 @@ def test_what_comes_of_drafts_is_shown_where_there_is_a_draft_model():
     )
 
 
+def test_flows_are_told_with_what_they_get_the_greatest_first():
+    assert "flow" not in render(ready(rank(0)))
+    small = [pb.FlowStatus(flow=f"x\x1b-{n}", num_waiting=1, num_served_tokens=4) for n in range(9)]
+    flood = pb.FlowStatus(flow="flood", num_waiting=1200, num_running=64, served_share=0.875)
+    lines = of_groups(ready(rank(0), flows=[*small, flood]), width=80)
+    start = next(i for i, line in enumerate(lines) if "flow" in line)
+    assert lines[start + 1].split() == ["flood", "1,200", "64", "88%", "0"]
+    assert lines[start + 2].split() == ["x", "-0", "1", "0", "0%", "4"]
+    assert lines[start + 1 + top.MAX_FLOWS].split() == ["2", "more", "2", "0", "0%", "8"]
+
+
 def test_says_how_well_step_times_are_known():
     cost = pb.StepCostStatus(num_steps=1200, is_known=True, mean_error=0.034, base_s=8e-3)
     cost.row_s, cost.mean_s = 6e-6, 14e-6

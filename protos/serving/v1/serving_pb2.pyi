@@ -1720,6 +1720,7 @@ class GroupStatus(_message.Message):
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     STEP_COST_FIELD_NUMBER: _builtins.int
     HISTORY_FIELD_NUMBER: _builtins.int
+    FLOWS_FIELD_NUMBER: _builtins.int
     group: _builtins.int
     """Its number."""
     state: Global___GroupState.ValueType
@@ -1762,6 +1763,12 @@ class GroupStatus(_message.Message):
     def history(self) -> Global___History:
         """Its last minutes."""
 
+    @_builtins.property
+    def flows(self) -> _containers.RepeatedCompositeFieldContainer[Global___FlowStatus]:
+        """What each flow has and was given, where there are several: the first 32, and the rest together as
+        "other". Only operators are told.
+        """
+
     def __init__(
         self,
         *,
@@ -1780,14 +1787,53 @@ class GroupStatus(_message.Message):
         max_num_seqs: _builtins.int = ...,
         step_cost: Global___StepCostStatus | None = ...,
         history: Global___History | None = ...,
+        flows: _abc.Iterable[Global___FlowStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "last_step_age", b"last_step_age", "speculation", b"speculation", "step_cost", b"step_cost"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "epoch", b"epoch", "graphs", b"graphs", "group", b"group", "history", b"history", "last_step_age", b"last_step_age", "max_num_seqs", b"max_num_seqs", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "problem", b"problem", "ranks", b"ranks", "speculation", b"speculation", "state", b"state", "step", b"step", "step_cost", b"step_cost"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "epoch", b"epoch", "flows", b"flows", "graphs", b"graphs", "group", b"group", "history", b"history", "last_step_age", b"last_step_age", "max_num_seqs", b"max_num_seqs", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "problem", b"problem", "ranks", b"ranks", "speculation", b"speculation", "state", b"state", "step", b"step", "step_cost", b"step_cost"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GroupStatus: _TypeAlias = GroupStatus  # noqa: Y015
+
+@_typing.final
+class FlowStatus(_message.Message):
+    """What one caller, or who a gateway names, has in a group and was given by it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FLOW_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    NUM_SERVED_TOKENS_FIELD_NUMBER: _builtins.int
+    SERVED_SHARE_FIELD_NUMBER: _builtins.int
+    flow: _builtins.str
+    """Its name: the caller's names and what the call's metadata say, with slashes."""
+    num_waiting: _builtins.int
+    """Its sequences that are not bound to a rank."""
+    num_running: _builtins.int
+    """Its sequences that are."""
+    num_served_tokens: _builtins.int
+    """Prompt tokens run and output tokens, without what ran again."""
+    served_share: _builtins.float
+    """Its share of what all flows were given in the last 10 seconds, 0 to 1."""
+    def __init__(
+        self,
+        *,
+        flow: _builtins.str = ...,
+        num_waiting: _builtins.int = ...,
+        num_running: _builtins.int = ...,
+        num_served_tokens: _builtins.int = ...,
+        served_share: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["flow", b"flow", "num_running", b"num_running", "num_served_tokens", b"num_served_tokens", "num_waiting", b"num_waiting", "served_share", b"served_share"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlowStatus: _TypeAlias = FlowStatus  # noqa: Y015
 
 @_typing.final
 class StepCostStatus(_message.Message):

@@ -168,6 +168,26 @@ function ranks(group) {
   return table(`Ranks of group ${group.group}`, headers, rows);
 }
 
+function flows(group) {
+  if (!group.flows.length) return null;
+  const number = { class: "number" };
+  const headers = [["Flow"], ["Waiting", number], ["Running", number], ["Share of 10 s", number], ["Tokens in all", number]];
+  const rows = [...group.flows]
+    .sort((a, b) => b.served_share - a.served_share || b.num_running - a.num_running || b.num_waiting - a.num_waiting)
+    .map((flow) =>
+      html(
+        "tr",
+        {},
+        html("th", { scope: "row" }, flow.flow || "-"),
+        cell(count(flow.num_waiting)),
+        cell(count(flow.num_running)),
+        cell(percent(flow.served_share)),
+        cell(count(flow.num_served_tokens)),
+      ),
+    );
+  return table(`Flows of group ${group.group}`, headers, rows);
+}
+
 function drafts({ algorithm, state, tokens_per_step: gain, num_drafts, num_accepted_drafts }) {
   const parts = [algorithm, state.replace("SPECULATION_STATE_", "").toLowerCase()];
   if (gain !== undefined) {
@@ -225,6 +245,7 @@ function groupSection(group) {
       chart("KV used", "%", usage, 100),
     ),
     ranks(group),
+    flows(group),
     more.length ? html("dl", { class: "facts more" }, more) : null,
   );
 }

@@ -165,17 +165,19 @@ async def test_a_stream_is_its_callers_too(tmp_path: Path):
         stream.cancel()
 
 
-async def test_executors_are_shown_to_operators_only(tmp_path: Path):
+async def test_executors_and_flows_are_shown_to_operators_only(tmp_path: Path):
     async with front(tmp_path) as served:
         for caller, address, problem in (("ops", "10.0.0.7:50061", TOLD), ("mine", "", HIDDEN)):
             ranks = [pb.RankStatus(dp_rank=0, address="10.0.0.7:50061", num_running=3)]
-            served.engines.groups = [pb.GroupStatus(problem=TOLD, ranks=ranks)]
+            flows = [pb.FlowStatus(flow="other")]
+            served.engines.groups = [pb.GroupStatus(problem=TOLD, ranks=ranks, flows=flows)]
             served.engines.events = [pb.Event(name="group_lost", problem=TOLD)]
             status = await served.own.GetStatus(pb.GetStatusRequest(), **by(caller))
             [group], [event] = status.groups, status.events
             assert problem in group.problem
             assert (event.name, problem in event.problem) == ("group_lost", True)
             assert (group.ranks[0].address, group.ranks[0].num_running) == (address, 3)
+            assert bool(group.flows) == (caller == "ops")
             served.engines.groups = [pb.GroupStatus(problem=TOLD)]
             health = vllm_engine_pb2.HealthCheckRequest()
             assert problem in (await served.vllm.HealthCheck(health, **by(caller))).message

@@ -8,7 +8,8 @@ import pytest
 
 from protos.serving.v1 import serving_pb2 as pb
 from router.engine import engines as engines_module
-from router.engine.recent import Events, History
+from router.engine.recent import SHARE_SAMPLES, Events, FlowShares, History
+from router.requests.flows import FlowCounts
 from router.scheduling.counters import GroupMeasures
 from tests.router.support.running_engines import complete, running
 from tests.router.support.statuses import rank, ready
@@ -72,3 +73,21 @@ async def test_a_router_tells_its_state_its_last_events_and_its_last_minutes(
         assert [event.name for event in told.events] == ["draining", "group_ready"]
         assert told.events[0].details == "live_requests=0 delay_s=5.0 grace_s=30.0"
         assert not told.events[0].HasField("group")
+
+
+def test_a_flow_is_told_its_share_of_what_was_given_lately() -> None:
+    shares, flows = FlowShares(), {"old": FlowCounts(1, 2, 1000)}
+    assert [flow.served_share for flow in shares.messages(flows)] == [1.0]
+    for number in range(2 * SHARE_SAMPLES):
+        flows["old"].num_served_tokens += 10
+        if number >= SHARE_SAMPLES:
+            flows.setdefault("new", FlowCounts()).num_served_tokens += 30
+        shares.add(flows)
+    old, new = shares.messages(flows)
+    assert (old.flow, old.num_waiting, old.num_running, old.num_served_tokens) == (
+        "old",
+        1,
+        2,
+        1200,
+    )
+    assert (old.served_share, new.served_share) == (0.25, 0.75)
