@@ -1,11 +1,15 @@
 """If these fail, the comparison of policies tells nothing: a request is lost, or is served for nothing."""
 
+from pathlib import Path
+
 import pytest
 
+from tests.bench.policies import results
 from tests.bench.policies.flows import first_tokens, jain, serve_together, served, stream
 from tests.bench.policies.front import draw, front_of, leads
 from tests.bench.policies.lockstep import Lockstep, lockstep
 from tests.bench.policies.peers import sweep
+from tests.bench.policies.results import Results, Run
 from tests.bench.policies.traces import OWN, Arrival, jobs_at, read_trace
 from tests.bench.policies.world import COSTS, Job, Sizes, serve
 
@@ -42,6 +46,22 @@ def test_the_front_has_the_points_that_none_is_better_than() -> None:
     own = {"Lockstep": (1.0, 6.0), "Lockstep b": (2.0, 2.0)}
     assert leads(own, others) == [("vLLM a", 1.0), ("vLLM b", 1.0), ("vLLM c", 2.0)]
     assert draw({"a load": {**own, **others}}).count('r="2.5"') == 6
+
+
+def test_results_are_kept_until_what_they_follow_from_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [Run(name, OWN["azure"], 20, 2, "30b", 20.0) for name in ("Lockstep", "vLLM 2048")]
+    first = Results(tmp_path / "kept", 2).of(runs)
+    made: list[Run] = []
+    monkeypatch.setattr(results, "figures_of", lambda run: made.append(run) or {"new": 1.0})
+    assert Results(tmp_path / "kept", 1).of(runs) == first
+    assert not made
+    monkeypatch.setattr(results, "_own_code", lambda: "another scheduler")
+    assert Results(tmp_path / "kept", 1).of(runs) == [{"new": 1.0}, first[1]]
+    others = [runs[0]._replace(rate=21.0), runs[1]._replace(num_ranks=3)]
+    Results(tmp_path / "kept", 1).of(others)
+    assert made == [runs[0], *others]
 
 
 @pytest.mark.parametrize("trace", OWN)

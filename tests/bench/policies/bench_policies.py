@@ -2,6 +2,7 @@
 
     python -m tests.bench.policies.bench_policies [--trace FILE] [--loads 0.6] [--ranks 8] [--cost 30b]
                                                   [--front] [--flows] [--requests 1500] [--svg FILE]
+                                                  [--processes 2] [--results FILE]
 
 Requests come as a trace says, faster or slower: load 1 is the rate at which policies with chunks of
 8,192 tokens end requests when all of them wait at once. A step takes what a formula says of its tokens,
@@ -11,40 +12,35 @@ KV and kind of prefix cache.
 
 A line for each policy: milliseconds to the first token and between two tokens, per token of an answer,
 seconds to the end, tokens a second, the mean rank's tokens over the fullest's in steps with prompts,
-share of prompts found in caches, preemptions. With `--front`, all settings of the peers: for each that no other
-peer's setting beats in p99 of first token and gap, its first token over the best of ours whose gap is no larger.
-With `--flows`, milliseconds to the first token of short prompts beside long ones and of a flow beside a
-flood, with the requests told apart and as one caller's, and how evenly four flows are served (`flows.py`).
+share of prompts found in caches, preemptions; and of what Lockstep as it comes is worse in. With `--front`,
+all settings of the peers: for each that no other peer's setting beats in p99 of first token and gap, its first
+token over the best of ours whose gap is no larger. With `--flows`, milliseconds to the first token of short
+prompts beside long ones and of a flow beside a flood, with the requests told apart and as one caller's,
+and how evenly four flows are served (`flows.py`).
+
+`--loads`, `--ranks` and `--cost` take several with commas. Runs are kept in the file of `--results`, and made
+again if code that they follow from has changed.
 """
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from statistics import median
 
 from tests.bench.policies.flows import print_flood, print_long_beside_short, print_shares
 from tests.bench.policies.front import Point, draw, leads
 from tests.bench.policies.lockstep import lockstep
-from tests.bench.policies.peers import DEFAULT, sweep
-from tests.bench.policies.traces import OWN, Arrival, jobs_at, read_trace
-from tests.bench.policies.world import COSTS, Cost, Outcome, Policy, Sizes, serve
+from tests.bench.policies.peers import DEFAULT
+from tests.bench.policies.results import Figures, Results, Run
+from tests.bench.policies.settings import LARGE_CHUNKS, LOCKSTEP, LOCKSTEP_SWEEP, OWN, PEER_SWEEP
+from tests.bench.policies.traces import OWN as OWN_TRACES
+from tests.bench.policies.traces import Arrival, read_trace
+from tests.bench.policies.world import COSTS, Cost, Sizes
 from tests.bench.support.options import parse_options
 
-Builds = Mapping[str, Callable[[Sizes], Policy]]
-
-LARGE_CHUNKS = ("vLLM 8192", "SGLang 8192, tokens", "TensorRT-LLM 8192, balanced")
-LOCKSTEP: Builds = {"Lockstep": lockstep()}
-LOCKSTEP_SWEEP: Builds = {
-    f"Lockstep {target:g} to {factor * target:g} ms, weight {weight:g}": lockstep(
-        target_token_gap_ms=float(target),
-        max_token_gap_ms=float(factor * target),
-        first_token_weight=weight,
-    )
-    for target in (15, 18, *range(21, 32), 33, 35, 37, 40, 45, 50, 60, 75, 100, 150, 200)
-    for factor in (1, 4)
-    for weight in (10.0, 1e9)
-    if factor * target <= 400
-}
+KEPT = Path("build/bench_policies.jsonl")
 COLUMNS = {
     "first p50": ".0f",
     "first p95": ".0f",
@@ -62,53 +58,48 @@ COLUMNS = {
     "hits": ".2f",
     "preempted": ".0f",
 }
+COMPARED = ("first p50", "first p99", "gap p99", "token p50", "end s")
 
 
-def capacity(arrivals: list[Arrival], sizes: Sizes, cost: Cost) -> float:
+def capacity(group: Run, results: Results) -> float:
     """Returns requests a second at load 1: of copies that fill all rows three times over."""
-    num_copies = -(-3 * sizes.num_ranks * sizes.num_rows // len(arrivals))
-    rates = []
-    for name in LARGE_CHUNKS:
-        jobs = [job for copy in range(num_copies) for job in jobs_at(arrivals, None, copy=copy)]
-        serve(DEFAULT[name](sizes), jobs, cost)
-        ends = sorted(job.end for job in jobs if job.end is not None)
-        first, last = len(ends) // 5, 4 * len(ends) // 5
-        rates.append((last - first) / (ends[last] - ends[first]))
-    return max(rates)
+    sizes = Sizes(num_ranks=group.num_ranks)
+    num_copies = -(-3 * sizes.num_ranks * sizes.num_rows // group.num_requests)
+    runs = [group._replace(setting=name, num_copies=num_copies) for name in LARGE_CHUNKS]
+    return max(figures["requests/s"] for figures in results.of(runs))
 
 
-def run(
-    builds: Builds, arrivals: list[Arrival], rate: float, sizes: Sizes, cost: Cost
-) -> dict[str, Outcome]:
-    """Serves the same requests by each policy, and prints a line for each."""
-    print(f"  {'':<28}" + "".join(f"{name:>10}" for name in COLUMNS))
-    outcomes = {}
-    for name, build in builds.items():
-        outcome = outcomes[name] = serve(build(sizes), jobs_at(arrivals, rate), cost)
-        figures = outcome.figures()
+def run_all(group: Run, names: Sequence[str], results: Results) -> dict[str, Figures]:
+    """Returns the figures of each setting."""
+    runs = [group._replace(setting=name) for name in names]
+    return dict(zip(names, results.of(runs), strict=True))
+
+
+def print_defaults(group: Run, results: Results) -> None:
+    """Prints a line for each policy as it comes, and what ours is worse in."""
+    print(f"  {'':<28}" + "".join(f"{name:>10}" for name in COLUMNS) + "  Lockstep is worse in")
+    found = run_all(group, (*LOCKSTEP, *DEFAULT), results)
+    for name, figures in found.items():
         cells = "".join(f"{figures[column]:>10{form}}" for column, form in COLUMNS.items())
-        print(f"  {name:<28}{cells}", flush=True)
-    return outcomes
+        worse = [column for column in COMPARED if found[OWN][column] > figures[column]]
+        print(f"  {name:<28}{cells}  {', '.join(worse) or '-'}", flush=True)
 
 
-def compare(arrivals: list[Arrival], rate: float, sizes: Sizes, cost: Cost) -> dict[str, Point]:
+def print_front(group: Run, results: Results) -> dict[str, Point]:
     """Prints how far ours is ahead at each point of the peers' front. Returns all points."""
-    points = {}
-    for name, build in {**LOCKSTEP_SWEEP, **sweep()}.items():
-        figures = serve(build(sizes), jobs_at(arrivals, rate), cost).figures()
-        points[name] = figures["first p99"], figures["gap p99"]
-    own = {name: point for name, point in points.items() if name.startswith("Lockstep")}
-    others = {name: point for name, point in points.items() if name not in own}
-    found = leads(own, others)
-    ratios = [ratio for _, ratio in found]
+    found = run_all(group, (*LOCKSTEP_SWEEP, *PEER_SWEEP), results)
+    points = {name: (each["first p99"], each["gap p99"]) for name, each in found.items()}
+    own = {name: points[name] for name in LOCKSTEP_SWEEP}
+    others = {name: points[name] for name in PEER_SWEEP}
+    ahead = leads(own, others)
+    ratios = [ratio for _, ratio in ahead]
     print(
-        f"  front of {len(others)} settings: {len(found)} points, first token over ours at no larger "
+        f"  front of {len(others)} settings: {len(ahead)} points, first token over ours at no larger "
         f"gap {min(ratios):.2f} least, {median(ratios):.2f} median, {max(ratios):.2f} most"
     )
-    for name, ratio in found:
-        print(
-            f"    {name:<36}{others[name][0]:>8.0f}{others[name][1]:>8.0f}{ratio:>8.2f}", flush=True
-        )
+    for name, ratio in ahead:
+        first, gap = others[name]
+        print(f"    {name:<36}{first:>8.0f}{gap:>8.0f}{ratio:>8.2f}", flush=True)
     return points
 
 
@@ -128,25 +119,28 @@ def neighbours(arrivals: list[Arrival], full: float, sizes: Sizes, cost: Cost) -
 
 
 def main() -> None:
-    sizes = {"ranks": 8, "requests": 1500, "cost": "30b", "loads": (0.6,)}
-    options = parse_options(__doc__, front=False, flows=False, trace=Path, svg=Path, **sizes)
-    group, cost = Sizes(num_ranks=options.ranks), COSTS[options.cost]
-    traces = OWN if options.trace is None else {options.trace.stem: options.trace}
+    numbers = {"requests": 1500, "processes": len(os.sched_getaffinity(0))}
+    lists = {"ranks": (8,), "cost": ("30b",), "loads": (0.6,)}
+    files = {"trace": Path, "svg": Path, "results": KEPT}
+    options = parse_options(__doc__, front=False, flows=False, **numbers, **lists, **files)
+    traces = OWN_TRACES if options.trace is None else {options.trace.stem: options.trace}
+    results = Results(options.results, options.processes)
     panels: dict[str, dict[str, Point]] = {}
-    for trace, path in traces.items():
-        arrivals = read_trace(path, options.requests)
-        full = capacity(arrivals, group, cost)
+    for cost, num_ranks, trace in product(options.cost, options.ranks, traces):
+        group = Run("", traces[trace], options.requests, num_ranks, cost, None)
+        full, about = capacity(group, results), f"{trace}, {num_ranks} ranks, {cost}"
         if options.flows:
-            print(f"{trace}, {options.ranks} ranks", flush=True)
-            neighbours(arrivals, full, group, cost)
+            print(about, flush=True)
+            arrivals = read_trace(traces[trace], options.requests)
+            neighbours(arrivals, full, Sizes(num_ranks=num_ranks), COSTS[cost])
             continue
         for load in options.loads:
-            title = f"{trace}, load {load:g} ({full * load:.1f} requests/s), {options.ranks} ranks"
-            print(title, flush=True)
+            print(f"{about}, load {load:g} ({full * load:.1f} requests/s)", flush=True)
+            at_load = group._replace(rate=full * load)
             if options.front:
-                panels[title] = compare(arrivals, full * load, group, cost)
+                panels[f"{about}, load {load:g}"] = print_front(at_load, results)
             else:
-                run({**LOCKSTEP, **DEFAULT}, arrivals, full * load, group, cost)
+                print_defaults(at_load, results)
     if options.svg is not None and panels:
         options.svg.write_text(draw(panels))
 

@@ -1,6 +1,7 @@
 """Lockstep in the comparison: the real scheduler, with answers made up."""
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -112,5 +113,5 @@ def _answer(batch: RankBatch, forward_ns: int) -> RankResult:
 
 
 def lockstep(**settings: object) -> Callable[[Sizes], Lockstep]:
-    """Returns what makes a scheduler with these settings."""
-    return lambda sizes: Lockstep(sizes, SchedulerSettings(**settings))  # type: ignore[arg-type]
+    """Returns what makes a scheduler with these settings, and names them."""
+    return partial(Lockstep, settings=SchedulerSettings(**settings))  # type: ignore[arg-type]

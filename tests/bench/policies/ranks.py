@@ -244,7 +244,7 @@ class Rank:
         for one in part.fresh:
             if one.last_time is not None:
                 self._gaps.observe(now - one.last_time)
-                one.last_time = None
+                one.last_time = None if one in self.decodes else now  # preempted meanwhile
                 num_fresh += 1
         if part.num_decodes:
             self._gaps.observe(now - self._last_time, part.num_decodes - num_fresh)

@@ -204,11 +204,18 @@ class Outcome:
             **{f"token p{p}": 1e3 * float(np.percentile(per_token, p)) for p in (50, 99)},
             "end s": float(total.mean()),
             "longest s": float(first.max()),
+            "requests/s": self._steady_rate(),
             "tokens/s": sum(job.num_output for job in self.jobs) / self.end,
             "balance": float(np.mean(self.shares)) if self.shares else 1.0,
             "hits": sum(job.num_cached for job in self.jobs) / num_prompt,
             "preempted": self.num_preemptions,
         }
+
+    def _steady_rate(self) -> float:
+        """Returns requests ended a second, without the first and last fifth."""
+        ends = sorted(job.end for job in self.jobs if job.end is not None)
+        first, last = len(ends) // 5, 4 * len(ends) // 5
+        return (last - first) / max(ends[last] - ends[first], 1e-9)
 
 
 def serve(
