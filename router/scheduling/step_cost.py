@@ -1,4 +1,4 @@
-"""Time of a step, learnt from what executors report: recursive least squares over six features.
+"""Time of a step, learnt from what executors report: non-negative least squares over six features.
 
     seconds = base + prompts e + max_r (row n_r + kv K_r + pair A_r) + mean mean_r n_r
 
@@ -6,7 +6,8 @@ e is 1 if any rank runs prompt tokens; n_r are the tokens of rank r, with a grap
 padded ones too; K_r the tokens of KV that its decodes read; A_r the query-key pairs of its chunks.
 Attention is each rank's own work, so its fullest rank counts; experts are spread over all ranks, so
 there the mean does. Errors are weighed by what was predicted: a tenth of a short step is worth as
-much as a tenth of a long one.
+much as a tenth of a long one. No part takes less than nothing: where steps are alike, and noise would
+have one part negative and another too great, the rest is fitted with that part at zero.
 
 Steps that draft run a second model, too: they have coefficients of their own (`StepCosts`).
 """
@@ -25,12 +26,16 @@ SCALES = np.array([1.0, 1.0, 1e-3, 1e-3, 1e-5, 1e-7])  # each feature is then ne
 START = np.array([0.01, 0.001, 0.01, 0.01, 0.002, 0.01])  # scaled; some GPU's
 LEAST = 1e-6  # scaled: a coefficient below counts as this
 FORGET = 0.999
-START_VARIANCE, MAX_TRACE = 1.0, 1e3
+START_WEIGHT = 1.0  # of what is assumed at first; a step of 50 ms has 400
+DOUBTED_WEIGHT = 0.1  # of all that was seen, once it is doubted
+REST = 1e-4, 1e-9  # by which a coefficient is drawn to what it was: of its own weight, and besides
+FAR = 0.5  # error from which on a step counts by its distance, not by the square of it
 
 KNOWN_STEPS = 32  # with prompts, of twice as many in all, before anybody goes by it
 LEARN_EVERY = 4  # of steps without prompts, which are many and alike
 OUTLIER, MAX_OUTLIERS = 4.0, 8  # times the prediction; so many in a row are no outliers
 DRIFT, DRIFT_MEMORY = 0.2, 1 / 16  # mean error at which what is known is doubted
+MOST = 0.5  # that one step's error adds to it
 RISE, FALL, MAX_MARGIN = 0.019, 0.001, 1.3  # settles where 19 of 20 steps are not longer
 ERROR_MEMORY = 1 / 128
 
@@ -51,11 +56,12 @@ class StepCost:
         self.num_steps = [0, 0]
         self.margin = 1.0
         self.error = 0.0
-        self._learnt = start.copy()
         self._used = start.copy()
         self._drift = 0.0
         self._num_outliers = 0
-        self.doubt()
+        self._weight = 0.0
+        self._squares = START_WEIGHT * np.eye(len(PARTS))
+        self._products = START_WEIGHT * start
 
     @property
     def is_known(self) -> bool:
@@ -69,7 +75,12 @@ class StepCost:
 
     def doubt(self) -> None:
         """Lets the next steps count for more than all before them; coefficients stay until then."""
-        self._covariance = START_VARIANCE * np.eye(len(PARTS))
+        self._fade(DOUBTED_WEIGHT / max(self._weight, DOUBTED_WEIGHT))
+
+    def _fade(self, factor: float) -> None:
+        self._weight *= factor
+        self._squares *= factor
+        self._products *= factor
 
     def predict(self, plan: StepPlan) -> float:
         """Returns the seconds that a step should take, without the margin."""
@@ -100,22 +111,32 @@ class StepCost:
             self.error += ERROR_MEMORY * (abs(ratio - 1) - self.error)
             margin = self.margin + (RISE if ratio > self.margin else -FALL)
             self.margin = min(max(1.0, margin), MAX_MARGIN)
-        self._drift += DRIFT_MEMORY * (ratio - 1 - self._drift)
+        self._drift += DRIFT_MEMORY * (min(max(ratio - 1, -MOST), MOST) - self._drift)
         if abs(self._drift) > DRIFT:
             self._drift = 0.0
             self.doubt()
         self._learn(features / predicted, ratio)
 
     def _learn(self, features: Vector, target: float) -> None:
-        covariance = self._covariance
-        projected = covariance @ features
-        gain = projected / (FORGET + float(features @ projected))
-        self._learnt += gain * (target - float(features @ self._learnt))
-        covariance -= np.outer(gain, projected)
-        covariance /= FORGET
-        if (trace := float(covariance.trace())) > MAX_TRACE:
-            covariance *= MAX_TRACE / trace
-        np.maximum(self._learnt, LEAST, out=self._used)
+        weight = FAR / max(FAR, abs(target - 1))
+        self._fade(FORGET)
+        self._weight += weight
+        self._squares += np.outer(weight * features, features)
+        self._products += weight * target * features
+        self._fit()
+
+    def _fit(self) -> None:
+        """Solves the normal equations, again without the least part as long as one is below LEAST."""
+        rest = REST[0] * self._squares.diagonal() + REST[1]
+        squares = self._squares + np.diag(rest)
+        products = self._products + rest * self._used
+        parts = np.arange(len(PARTS))
+        found = np.linalg.solve(squares, products)
+        while found.min() < LEAST:
+            parts = np.delete(parts, (found * np.sqrt(squares.diagonal()[parts])).argmin())
+            found = np.linalg.solve(squares[np.ix_(parts, parts)], products[parts])
+        self._used[:] = LEAST
+        self._used[parts] = found
 
     def _features(self, plan: StepPlan) -> Vector:
         """Returns float64 [6], scaled, with n, K and A of the rank that seems to take longest."""
