@@ -16,6 +16,8 @@ what a step says. A group is formed, and formed again after any failure, in the 
     | -- StepRequest{step_id: 8} --------->   (sent before 7 is answered: depth 2)
     | <-------- StepResponse{step_id: 7} --
 
+Beside that, an Attend stream to each executor carries beats both ways for as long as both live.
+
 Integers that come once per sequence or per token travel as columns: little-endian int32
 in `bytes`, written [B] for one entry per sequence of the batch. At 256 sequences such a
 column costs about 1 us to read, a message per sequence 300 times that
@@ -95,6 +97,78 @@ DP_PADDING_MODE_MAX_LEN: DpPaddingMode.ValueType  # 1
 DP_PADDING_MODE_SUM_LEN: DpPaddingMode.ValueType  # 2
 """Lay ranks end to end in a zeroed buffer, then all-reduce."""
 Global___DpPaddingMode: _TypeAlias = DpPaddingMode  # noqa: Y015
+
+@_typing.final
+class AttendRequest(_message.Message):
+    """A router's beat: it is alive."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTER_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    router_id: _builtins.bytes
+    """Random at each start of its process."""
+    epoch: _builtins.int
+    """The epoch of the group that it drives; 0 while that forms."""
+    def __init__(
+        self,
+        *,
+        router_id: _builtins.bytes = ...,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "router_id", b"router_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttendRequest: _TypeAlias = AttendRequest  # noqa: Y015
+
+@_typing.final
+class AttendResponse(_message.Message):
+    """An executor's beat: its event loop is alive. Fields that a router's has, too, have its numbers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    STEP_ID_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_PEERS_FIELD_NUMBER: _builtins.int
+    LATE_MS_FIELD_NUMBER: _builtins.int
+    QUIET_MS_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The epoch that it is in; 0 if in none."""
+    step_id: _builtins.int
+    """The newest step that it has begun in this epoch; 0 before the first."""
+    waits_for_peers: _builtins.bool
+    """Its step has been in one collective for 100 ms or more, so it waits for another member. One whose
+    collectives run on a GPU cannot tell.
+    """
+    late_ms: _builtins.int
+    """Milliseconds by which its event loop came too late to send this beat."""
+    quiet_ms: _builtins.int
+    """Milliseconds for which no beat may follow this one, since what it does may hold its event loop up;
+    0: it does nothing of the kind.
+    """
+    instance_id: _builtins.str
+    """DescribeResponse.instance_id."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        step_id: _builtins.int = ...,
+        waits_for_peers: _builtins.bool = ...,
+        late_ms: _builtins.int = ...,
+        quiet_ms: _builtins.int = ...,
+        instance_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "instance_id", b"instance_id", "late_ms", b"late_ms", "quiet_ms", b"quiet_ms", "step_id", b"step_id", "waits_for_peers", b"waits_for_peers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttendResponse: _TypeAlias = AttendResponse  # noqa: Y015
 
 @_typing.final
 class DescribeRequest(_message.Message):

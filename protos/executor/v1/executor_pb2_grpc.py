@@ -57,6 +57,11 @@ class ExecutorServiceStub:
                 request_serializer=protos_dot_executor_dot_v1_dot_executor__pb2.StepRequest.SerializeToString,
                 response_deserializer=protos_dot_executor_dot_v1_dot_executor__pb2.StepResponse.FromString,
                 _registered_method=True)
+        self.Attend = channel.stream_stream(
+                '/lockstep.executor.v1.ExecutorService/Attend',
+                request_serializer=protos_dot_executor_dot_v1_dot_executor__pb2.AttendRequest.SerializeToString,
+                response_deserializer=protos_dot_executor_dot_v1_dot_executor__pb2.AttendResponse.FromString,
+                _registered_method=True)
 
 
 class ExecutorServiceServicer:
@@ -131,6 +136,15 @@ class ExecutorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Attend(self, request_iterator, context):
+        """Tells each side that the other is alive: both send a beat every 100 ms, whether or not the
+        executor is in a group, until one of them ends the stream. Any number may be open. An executor
+        that has no such method is watched by pings and by the deadlines of steps.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ExecutorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -153,6 +167,11 @@ def add_ExecutorServiceServicer_to_server(servicer, server):
                     servicer.Step,
                     request_deserializer=protos_dot_executor_dot_v1_dot_executor__pb2.StepRequest.FromString,
                     response_serializer=protos_dot_executor_dot_v1_dot_executor__pb2.StepResponse.SerializeToString,
+            ),
+            'Attend': grpc.stream_stream_rpc_method_handler(
+                    servicer.Attend,
+                    request_deserializer=protos_dot_executor_dot_v1_dot_executor__pb2.AttendRequest.FromString,
+                    response_serializer=protos_dot_executor_dot_v1_dot_executor__pb2.AttendResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -266,6 +285,33 @@ class ExecutorService:
             '/lockstep.executor.v1.ExecutorService/Step',
             protos_dot_executor_dot_v1_dot_executor__pb2.StepRequest.SerializeToString,
             protos_dot_executor_dot_v1_dot_executor__pb2.StepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Attend(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/lockstep.executor.v1.ExecutorService/Attend',
+            protos_dot_executor_dot_v1_dot_executor__pb2.AttendRequest.SerializeToString,
+            protos_dot_executor_dot_v1_dot_executor__pb2.AttendResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -16,6 +16,8 @@ what a step says. A group is formed, and formed again after any failure, in the 
     | -- StepRequest{step_id: 8} --------->   (sent before 7 is answered: depth 2)
     | <-------- StepResponse{step_id: 7} --
 
+Beside that, an Attend stream to each executor carries beats both ways for as long as both live.
+
 Integers that come once per sequence or per token travel as columns: little-endian int32
 in `bytes`, written [B] for one entry per sequence of the batch. At 256 sequences such a
 column costs about 1 us to read, a message per sequence 300 times that
@@ -110,6 +112,11 @@ class ExecutorServiceStub:
       INTERNAL             STEP_FAILED        the forward pass failed, or another member left the
                                               group; Join again.
     """
+    Attend: _grpc.StreamStreamMultiCallable[_executor_pb2.AttendRequest, _executor_pb2.AttendResponse]
+    """Tells each side that the other is alive: both send a beat every 100 ms, whether or not the
+    executor is in a group, until one of them ends the stream. Any number may be open. An executor
+    that has no such method is watched by pings and by the deadlines of steps.
+    """
 
 @_typing.type_check_only
 class ExecutorServiceAsyncStub(ExecutorServiceStub):
@@ -167,6 +174,11 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
                                               range, or a count is over the budget.
       INTERNAL             STEP_FAILED        the forward pass failed, or another member left the
                                               group; Join again.
+    """
+    Attend: _aio.StreamStreamMultiCallable[_executor_pb2.AttendRequest, _executor_pb2.AttendResponse]  # type: ignore[assignment]
+    """Tells each side that the other is alive: both send a beat every 100 ms, whether or not the
+    executor is in a group, until one of them ends the stream. Any number may be open. An executor
+    that has no such method is watched by pings and by the deadlines of steps.
     """
 
 class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -246,6 +258,17 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
                                                   range, or a count is over the budget.
           INTERNAL             STEP_FAILED        the forward pass failed, or another member left the
                                                   group; Join again.
+        """
+
+    @_abc_1.abstractmethod
+    def Attend(
+        self,
+        request_iterator: _MaybeAsyncIterator[_executor_pb2.AttendRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_executor_pb2.AttendResponse], _abc.AsyncIterator[_executor_pb2.AttendResponse]]:
+        """Tells each side that the other is alive: both send a beat every 100 ms, whether or not the
+        executor is in a group, until one of them ends the stream. Any number may be open. An executor
+        that has no such method is watched by pings and by the deadlines of steps.
         """
 
 def add_ExecutorServiceServicer_to_server(servicer: ExecutorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,196 @@
+"""Suspicion of executors that have fallen silent. Pure: times are passed in, by whatever clock.
+
+    beat      beat                            limit              limit + SECOND_SIGN_S
+    ──┼─────────┼───────────────────────────────┼──────────────────────┼──────▶
+      └── gap ──┘                               │ SUSPECT              │ SILENT: lost
+                └── silence, less what this ────┘
+                    router was late itself        SILENT: lost, if another member waits for it
+
+The limit follows the gaps between a member's beats: the largest of the last minute counts four times.
+A gap that ended a suspicion counts as any other, also where the member was lost by mistake, so the
+same pause costs an epoch once a minute and member at most.
+"""
+
+from collections import Counter, deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from protos.executor.beats import BEAT_S
+
+GAP_FACTOR = 4
+GAP_WINDOW_S = 60.0
+MAX_LIMIT_S = 3.0  # of what is learnt; an operator may set more
+IDLE_LIMIT_S = 2.0  # while no step runs, nobody waits
+SECOND_SIGN_S = 0.2  # more without any message of a member that nobody waits for
+MAX_QUIET_S = 60.0  # that a member may announce
+MIN_SILENT_AFTER_MS = 2 * round(1000 * BEAT_S)
+
+
+class MemberState(Enum):
+    """What its beats say of a member."""
+
+    UNATTENDED = "unattended"  # there are none: nothing is known of it
+    ATTENTIVE = "attentive"
+    SUSPECT = "suspect"
+    SILENT = "silent"
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """One beat of a member. See AttendResponse."""
+
+    instance_id: str = ""
+    epoch: int = 0
+    step_id: int = 0
+    waits_for_peers: bool = False
+    late_s: float = 0.0
+    quiet_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Silence:
+    """Why a member counts as lost.
+
+    Attributes:
+        name: Whose.
+        seconds: Without a beat.
+        waiting: Members that wait for it.
+    """
+
+    name: str
+    seconds: float
+    waiting: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Member:
+    time: float
+    beat: Beat
+    excused_s: float = 0.0  # of the silence since, in which this router was late itself
+    state: MemberState = MemberState.ATTENTIVE
+    gaps: deque[tuple[float, float]] = field(default_factory=deque)  # (end, length), ever shorter
+
+    def add_gap(self, now: float, gap_s: float) -> None:
+        if gap_s > MAX_LIMIT_S:
+            return  # no limit that may be learnt would have spared it
+        while self.gaps and self.gaps[-1][1] <= gap_s:
+            self.gaps.pop()
+        self.gaps.append((now, gap_s))
+
+    def largest_gap_s(self, now: float) -> float:
+        while self.gaps and self.gaps[0][0] < now - GAP_WINDOW_S:
+            self.gaps.popleft()
+        return self.gaps[0][1] if self.gaps else 0.0
+
+    def silence_s(self, now: float, since: float) -> float:
+        return now - since - self.excused_s
+
+
+class Suspicion:
+    """Tells members that are silent from those that are late or wait.
+
+    Args:
+        silent_after_s: The least limit.
+
+    Attributes:
+        outcomes: Suspicions by what came of them: "cleared" by a beat; "lost"; and "false", those of
+            the lost that beat again in the same process.
+    """
+
+    def __init__(self, silent_after_s: float) -> None:
+        self._silent_after_s = silent_after_s
+        self._members: dict[str, _Member] = {}
+        self.outcomes = Counter(dict.fromkeys(("cleared", "lost", "false"), 0))
+
+    def note_beat(self, name: str, now: float, beat: Beat) -> bool:
+        """Notes a beat. Returns whether it is news that this member is there."""
+        member = self._members.get(name)
+        if member is None or member.beat.instance_id != beat.instance_id:
+            self._members[name] = _Member(now, beat)
+            return True
+        before, member.state = member.state, MemberState.ATTENTIVE
+        if before is not MemberState.UNATTENDED and not member.beat.quiet_s:
+            member.add_gap(now, member.silence_s(now, member.time))
+        member.time, member.beat, member.excused_s = now, beat, 0.0
+        if before is MemberState.SILENT:
+            self.outcomes["false"] += 1
+        elif before is MemberState.SUSPECT:
+            self.outcomes["cleared"] += 1
+        return before in (MemberState.SILENT, MemberState.UNATTENDED)
+
+    def note_end(self, name: str) -> None:
+        """Notes that there is no way for a member's beats now. One that is silent stays so."""
+        member = self._members.get(name)
+        if member is not None and member.state is not MemberState.SILENT:
+            member.state = MemberState.UNATTENDED
+
+    def forget(self, name: str) -> None:
+        """Forgets a member that is none any more."""
+        self._members.pop(name, None)
+
+    def excuse(self, late_s: float) -> None:
+        """Takes off every silence what this router's own event loop was late."""
+        for member in self._members.values():
+            member.excused_s += late_s
+
+    def state(self, name: str) -> MemberState:
+        """Returns what is known of a member."""
+        member = self._members.get(name)
+        return MemberState.UNATTENDED if member is None else member.state
+
+    def last_beat(self, name: str) -> tuple[float, Beat] | None:
+        """Returns a member's last beat, and when it came; None if it never did."""
+        member = self._members.get(name)
+        return None if member is None else (member.time, member.beat)
+
+    def limit_s(self, name: str, now: float, *, is_idle: bool) -> float:
+        """Returns after how long a silence a member is suspect."""
+        member = self._members[name]
+        learnt_s = min(GAP_FACTOR * member.largest_gap_s(now), MAX_LIMIT_S)
+        quiet_s = min(member.beat.quiet_s, MAX_QUIET_S)
+        return max(self._silent_after_s, learnt_s, quiet_s, IDLE_LIMIT_S if is_idle else 0.0)
+
+    def judge(
+        self, now: float, epoch: int, answer_times: Mapping[str, float], *, is_idle: bool
+    ) -> list[Silence]:
+        """Returns the members that are lost since the last call.
+
+        Args:
+            now: The time.
+            epoch: The group's; beats of others tell nothing of who waits in it.
+            answer_times: When members last answered a step.
+            is_idle: Whether no step is under way.
+        """
+        limits = {
+            name: self.limit_s(name, now, is_idle=is_idle)
+            for name, member in self._members.items()
+            if member.state in (MemberState.ATTENTIVE, MemberState.SUSPECT)
+        }
+        quiet = {
+            name
+            for name, limit_s in limits.items()
+            if self._members[name].silence_s(now, self._members[name].time) >= limit_s
+        }
+        waiting = self._waiting(epoch, besides=quiet)
+        lost = []
+        for name in quiet:
+            member = self._members[name]
+            member.state = MemberState.SUSPECT
+            last = max(member.time, answer_times.get(name, member.time))
+            if waiting or member.silence_s(now, last) >= limits[name] + SECOND_SIGN_S:
+                member.state = MemberState.SILENT
+                self.outcomes["lost"] += 1
+                lost.append(Silence(name, now - member.time, waiting))
+        return lost
+
+    def _waiting(self, epoch: int, besides: Collection[str]) -> tuple[str, ...]:
+        """Returns who says that it waits for others of its epoch."""
+        return tuple(
+            name
+            for name, member in self._members.items()
+            if name not in besides
+            and member.state is MemberState.ATTENTIVE
+            and member.beat.waits_for_peers
+            and member.beat.epoch == epoch
+        )
