@@ -41,6 +41,7 @@ class Measures:
         padding_tokens: Rows that it ran beside them, up to the size of the graph.
         failures: Steps that were refused or failed, by the error's reason.
         joins: Join calls, by "joined" or "failed".
+        beat_late_s: By how much the event loop came too late to its beats.
         refused: Calls, scrapes and connections to the rendezvous store that were not taken, by reason.
     """
 
@@ -53,6 +54,7 @@ class Measures:
         # Counted from 0, as Prometheus sees no increase in a series that begins with 1.
         self.failures = Counter({e.reason: 0 for e in (InvalidStep, StepFailed)})
         self.joins = Counter({"joined": 0, "failed": 0})
+        self.beat_late_s = Histogram(STEP_BOUNDS)
         self.refused = Counter(dict.fromkeys([*PORT_REFUSALS, STORE_STRANGER], 0))
         self._start_ns = 0
         self._lap_ns = 0
@@ -126,6 +128,8 @@ METRICS: list[Metric[Numbers]] = [
            "Memory of its GPU that PyTorch uses (allocated) or holds (reserved); none on a CPU."),
     Metric("joins_total", "counter", ("outcome",), lambda n: n.measures.joins.copy(),
            "Join calls, by outcome."),
+    Metric("beat_late_seconds", "histogram", (), lambda n: n.measures.beat_late_s.copy(),
+           "By how much its event loop came too late to beats for routers."),
     Metric("steps_total", "counter", ("mode", "graph"),
            lambda n: {(mode, "replay" if is_replay else "eager"): count
                       for (mode, is_replay), count in n.measures.steps.copy().items()},

@@ -11,7 +11,7 @@ launched while this one runs. Where the host computes, a step is done when it is
 other thread has a part. What a step defers until its answer is out, the compute thread runs before
 the next one.
 
-The stream is the executor's part in its epoch. However it ends, an executor with peers first says
+The Step stream is the executor's part in its epoch. However it ends, an executor with peers first says
 why, so that the router hears the cause before its consequences, and then closes their group, which
 frees its own thread and theirs from any collective. A step that goes on for long after that is
 stuck, in a kernel or a driver, and nothing can free its thread: the process has to end, and to be
@@ -44,8 +44,10 @@ from executor.errors import (
 )
 from executor.metrics import Measures
 from executor.parallel.epochs import Epochs, JoinAttempt, check_secret, split_address
+from protos.executor.beats import BEAT_S
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1 import executor_pb2_grpc
+from protos.telemetry.metrics import Histogram
 from protos.transport.admission import Refusals
 from protos.transport.errors import RpcError, abort_on_error
 from protos.transport.health import SERVICE_NAME, HealthServicer
@@ -63,6 +65,7 @@ LIVENESS, READINESS = "liveness", "readiness"
 
 # Steps taken off a stream and not answered yet. A router sends 2; more only wait.
 MAX_UNANSWERED_STEPS = 8
+QUIET_MS = 5000  # for which captures and libraries that are loaded may hold the event loop up
 STUCK_CHECKS = 10  # so that a process that was stopped for a while is not taken for a stuck one
 
 SERVER_OPTIONS = [
@@ -92,6 +95,8 @@ class Worker(Protocol):
     def has_peers(self) -> bool: ...
     @property
     def has_deferred(self) -> bool: ...
+    @property
+    def waits_for_peers(self) -> bool: ...
     def launch(self, request: pb.StepRequest) -> Pending: ...
     def finish(self, pending: Any) -> pb.StepResponse: ...
     def run_deferred(self) -> None: ...
@@ -143,6 +148,64 @@ class StepStream:
         self._loop.call_soon_threadsafe(self.refuse, error)
 
 
+class Beats:
+    """Beats of this process on every open Attend call.
+
+    Args:
+        beat: Returns what to say now; how late it is, is filled in.
+        late_s: Gets how late each was.
+    """
+
+    def __init__(self, beat: Callable[[], pb.AttendResponse], late_s: Histogram) -> None:
+        self._beat = beat
+        self._late_s = late_s
+        self._wakes: set[asyncio.Event] = set()  # one for each call
+        self._has_ended = False
+
+    async def attend(self, requests: AsyncIterator[pb.AttendRequest], context: Context) -> None:
+        """Beats until the router ends the call, or until `end`."""
+        loop, wake = asyncio.get_running_loop(), asyncio.Event()
+        reader = asyncio.create_task(self._read(requests, context))
+        reader.add_done_callback(lambda _: wake.set())
+        self._wakes.add(wake)
+        due = loop.time()
+        try:
+            while not (self._has_ended or reader.done()):
+                late_s = max(0.0, loop.time() - due)
+                self._late_s.observe(late_s)
+                beat = self._beat()
+                beat.late_ms = round(1000 * late_s)
+                await context.write(beat)
+                due = loop.time() + BEAT_S
+                timer = loop.call_at(due, wake.set)
+                await wake.wait()
+                timer.cancel()
+                wake.clear()
+            if reader.done():
+                reader.result()
+        finally:
+            self._wakes.discard(wake)
+            reader.cancel()
+
+    def beat_now(self) -> None:
+        """Has the next beat go out at once, on all calls."""
+        for wake in self._wakes:
+            wake.set()
+
+    def end(self) -> None:
+        """Ends all calls."""
+        self._has_ended = True
+        self.beat_now()
+
+    async def _read(self, requests: AsyncIterator[pb.AttendRequest], context: Context) -> None:
+        """Returns when no more beats come."""
+        router_id = None
+        async for request in requests:
+            if router_id is None:
+                router_id = request.router_id
+                log.info("attended", router_id=router_id.hex(), peer=context.peer())
+
+
 class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     """Serves one executor to one router.
 
@@ -186,6 +249,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self._is_stopping = False
         self._epochs = Epochs()
         self._joining: JoinAttempt | None = None  # the newest, while it is under way
+        self._begun_step_id = 0
+        self._beats = Beats(self._beat, self._measures.beat_late_s)
 
         # Set where no step runs, as a join has just ended; but an epoch ends at once, also while
         # the compute thread waits.
@@ -237,6 +302,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         it knows that the leave is planned.
         """
         self._is_stopping = True
+        self._beats.end()
         self._publish_readiness()
         self._call_off_join("this executor was told to stop")
         self._close_stores(self._epochs.newest)
@@ -307,6 +373,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             self._leave()  # from here, so that a step that waits for lost peers fails now
             self._publish_readiness()
             attempt = self._joining = JoinAttempt(request.epoch, request.secret)
+            self._beats.beat_now()  # announces a pause
             try:
                 # A call that is cancelled does not stop the thread, whose outcome must be noted.
                 failure = await asyncio.shield(self._join(worker, request, attempt))
@@ -317,6 +384,14 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             if failure is not None:
                 raise failure
             return pb.JoinResponse(instance_id=self._description.instance_id)
+
+    async def Attend(  # type: ignore[override]
+        self, requests: AsyncIterator[pb.AttendRequest], context: Context
+    ) -> None:
+        async with abort_on_error(context):
+            self._loaded_worker()
+            await self._beats.attend(requests, context)
+            self._loaded_worker()  # says so if this process stops
 
     # A coroutine that writes to the context, not a generator: when its call is cancelled, a
     # generator would stay suspended at its yield and hold the stream until collected.
@@ -410,6 +485,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         try:
             await self._on_compute_thread(partial(self._join_worker, worker, request, attempt))
             attempt.check()  # it may have been called off since it joined
+            self._begun_step_id = 0
             self._next_step_id, self._epoch = 1, request.epoch  # in this order: see _check_order
         except JoinFailed as error:
             self._measures.joins["failed"] += 1
@@ -442,6 +518,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         if stream.has_ended:
             return None
         stream.under_way.add(request.step_id)
+        self._begun_step_id = request.step_id
         try:
             worker.run_deferred()
             begun_ns = time.perf_counter_ns()
@@ -557,6 +634,15 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         if self._worker is None:
             raise NotLoaded("the model is still loading")
         return self._worker
+
+    def _beat(self) -> pb.AttendResponse:
+        return pb.AttendResponse(
+            instance_id=self._description.instance_id,
+            epoch=self._epoch or 0,
+            step_id=self._begun_step_id,
+            waits_for_peers=self._worker is not None and self._worker.waits_for_peers,
+            quiet_ms=QUIET_MS if self._joining is not None else 0,
+        )
 
     def _publish_readiness(self) -> None:
         self.health.set(READINESS, self._epoch is not None and not self._is_stopping)

@@ -167,6 +167,12 @@ class Worker:
         return self._form_group is not None
 
     @property
+    def waits_for_peers(self) -> bool:
+        """Whether a step has waited for other executors for 100 ms or more; any thread may ask."""
+        groups = self._groups
+        return groups is not None and groups.is_waiting
+
+    @property
     def has_deferred(self) -> bool:
         """Whether the last step has left something for ``run_deferred``."""
         return self._deferred is not None

@@ -42,6 +42,7 @@ CONNECT_TIMEOUT = timedelta(seconds=3)  # of one of them, once all members are t
 PROOF_BYTES = 32
 
 WAIT_SLICE = timedelta(milliseconds=20)  # in which a thread looks whether its group was closed
+WAITING_SLICES = 5  # after which it says that it waits
 
 
 class RankGroup(ABC):
@@ -55,11 +56,16 @@ class RankGroup(ABC):
         rank: This process's rank.
         world_size: Ranks in it.
         backend: Runs the collectives. PyTorch publishes no types for it.
+
+    Attributes:
+        is_waiting: Whether a thread of this process has been in one collective for 100 ms. Never,
+            where collectives do not stop the host.
     """
 
     def __init__(self, rank: int, world_size: int, backend: Any) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.is_waiting = False
         self._backend: list[Any] = [backend]  # empty after close()
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
@@ -180,15 +186,21 @@ class GlooGroup(RankGroup):
         it has received a part: it waits for the rest of that until its time-out. What the kernel
         had received by then may still be written into the tensors, at once, and nothing later.
         """
-        while True:
-            try:
-                work.wait(WAIT_SLICE)
-                return
-            except RuntimeError:
-                if work.is_completed():  # it failed, or ended just now
-                    work.wait()
+        num_slices = 0
+        try:
+            while True:
+                try:
+                    work.wait(WAIT_SLICE)
                     return
-            _live(self._backend)
+                except RuntimeError:
+                    if work.is_completed():  # it failed, or ended just now
+                        work.wait()
+                        return
+                _live(self._backend)
+                num_slices += 1
+                self.is_waiting = num_slices >= WAITING_SLICES
+        finally:
+            self.is_waiting = False
 
 
 class NcclGroup(RankGroup):
@@ -268,6 +280,14 @@ class EpochGroups:
     world: RankGroup
     attn_tp: RankGroup | None
     host: RankGroup
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a thread has been in one collective of theirs for 100 ms."""
+        return any(
+            group is not None and group.is_waiting
+            for group in (self.world, self.attn_tp, self.host)
+        )
 
     def close(self) -> None:
         """Leaves all of them. A peer that is in a collective of any gets an error."""

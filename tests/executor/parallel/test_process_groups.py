@@ -257,6 +257,24 @@ def test_closing_an_nccl_group_aborts_it_once_and_from_a_thread_of_its_own(
     assert thread.daemon, "the process would wait for it while it holds the graphs"
 
 
+def test_a_rank_whose_peer_stands_still_says_that_it_waits_and_the_other_does_not(store: Any):
+    """A router takes whoever is waited for as lost."""
+    is_waiting, said = threading.Event(), dict[int, bool]()
+
+    def wait_or_stand_still(place: Topology, groups: EpochGroups) -> None:
+        if place.world_rank == 0:
+            with calling_after(lambda: groups.is_waiting, is_waiting.set):
+                groups.world.all_reduce(torch.zeros(1))
+        else:
+            assert is_waiting.wait(TIMEOUT_S)
+            said[1] = groups.is_waiting
+            groups.world.all_reduce(torch.zeros(1))
+        assert not groups.is_waiting
+
+    assert on_every_rank(store.port, 0, topologies(2, 1), wait_or_stand_still) == [None, None]
+    assert said == {1: False}
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="connections are found through /proc")
 def test_a_thread_that_waits_for_a_stopped_peer_is_freed_when_its_group_is_closed(store: Any):
     is_freed = threading.Event()
@@ -312,14 +330,21 @@ def set_pace(group: GlooGroup, bytes_per_s: float) -> None:
 @contextmanager
 def closing_after(happened: Callable[[], bool], groups: EpochGroups) -> Iterator[None]:
     """Closes the groups, in another thread, when something has happened, and at the end."""
+    with calling_after(happened, groups.close):
+        yield
+
+
+@contextmanager
+def calling_after(happened: Callable[[], bool], call: Callable[[], object]) -> Iterator[None]:
+    """Calls, in another thread, when something has happened or the block ends."""
     has_ended = threading.Event()
 
-    def close() -> None:
+    def wait() -> None:
         while not happened() and not has_ended.wait(0.001):
             pass
-        groups.close()
+        call()
 
-    thread = threading.Thread(target=close)
+    thread = threading.Thread(target=wait)
     thread.start()
     try:
         yield

@@ -26,7 +26,7 @@ class FakeWorker:
         self.gate.set()
         self.begun: list[int] = []
         self.num_joins = self.num_leaves = 0
-        self.has_peers = False
+        self.has_peers = self.waits_for_peers = False
         self.form_group: Callable[[int, str, int, bytes], Any] | None = (
             None  # what a join waits for
         )

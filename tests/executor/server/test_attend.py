@@ -1,0 +1,99 @@
+"""If an executor's beats do not come or say something wrong, its router loses a group that is well."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from executor.metrics import Measures
+from executor.server import QUIET_MS
+from protos.executor.v1 import executor_pb2 as pb
+from tests.executor.support.fake_worker import TIMEOUT_S, FakeWorker, HeldGroups, held_step
+from tests.executor.support.servers import reason_of, serving
+
+
+async def attended(client: Any) -> Any:
+    """Returns an open Attend call; it beats until it is cancelled."""
+    call = client.executor.Attend()
+    await call.write(pb.AttendRequest(router_id=b"router"))
+    return call
+
+
+async def beat_with(call: Any, **said: Any) -> pb.AttendResponse:
+    """Returns the next beat that says this."""
+    while True:
+        beat = await call.read()
+        if all(getattr(beat, name) == value for name, value in said.items()):
+            return beat
+
+
+async def test_beats_say_which_process_epoch_and_step_it_is(fake: Any):
+    worker, client = fake
+    call = await attended(client)
+    beat = await call.read()
+    instance_id = (await client.executor.Describe(pb.DescribeRequest())).instance_id
+    assert beat == pb.AttendResponse(instance_id=instance_id)
+
+    await held_step(worker, client)
+    beat = await beat_with(call, epoch=1, step_id=1)
+    assert not beat.waits_for_peers
+    worker.waits_for_peers = True
+    await beat_with(call, waits_for_peers=True)
+    worker.gate.set()
+    await client.join(2)
+    await beat_with(call, epoch=2, step_id=0)
+
+
+async def test_a_pause_is_announced_at_once_for_as_long_as_a_join_takes(
+    fake: Any, monkeypatch: pytest.MonkeyPatch
+):
+    worker, client = fake
+    monkeypatch.setattr("executor.server.BEAT_S", 3600.0)
+    call = await attended(client)
+    assert (await call.read()).quiet_ms == 0
+    groups = HeldGroups()
+    worker.form_group = groups.form
+    joining = asyncio.ensure_future(client.join(1))
+    async with asyncio.timeout(TIMEOUT_S):
+        await beat_with(call, quiet_ms=QUIET_MS)
+    groups.may_form.set()
+    await joining
+    worker.servicer._beats.beat_now()
+    await beat_with(call, quiet_ms=0, epoch=1)
+
+
+async def test_each_beat_counts_how_late_it_was():
+    measures = Measures()
+    async with serving(lambda: (FakeWorker(), pb.DescribeResponse()), measures=measures) as (
+        _,
+        client,
+    ):
+        call = await attended(client)
+        for count in range(1, 4):
+            await call.read()
+            assert sum(measures.beat_late_s.counts) >= count
+
+
+async def test_a_router_that_ends_its_call_is_attended_no_more(fake: Any):
+    worker, client = fake
+    call = await attended(client)
+    await call.read()
+    await call.done_writing()
+    while await call.read() is not None and not call.done():
+        pass
+    assert not worker.servicer._beats._wakes
+    other = await attended(client)
+    await other.read()
+    other.cancel()
+    while worker.servicer._beats._wakes:
+        await asyncio.sleep(0)
+
+
+async def test_beats_end_with_the_process_and_do_not_begin_before_it_has_loaded(fake: Any):
+    worker, client = fake
+    call = await attended(client)
+    await call.read()
+    await worker.servicer.stop()
+    assert await reason_of(call) == "SHUTTING_DOWN"
+    async with serving(None) as (_, loading):
+        assert await reason_of(await attended(loading)) == "NOT_LOADED"
