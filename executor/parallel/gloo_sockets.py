@@ -15,6 +15,7 @@ Found through /proc, so only on Linux; elsewhere nothing is found, and timeouts 
 import ctypes
 import os
 import socket
+import stat
 import struct
 import threading
 from collections.abc import Iterator, Mapping, Set
@@ -25,7 +26,8 @@ _DESCRIPTORS = "/proc/self/fd"
 _SO_ATTACH_FILTER = 26  # of Linux; Python has no name for it
 _DROP = struct.pack("=HBBI", 0x06, 0, 0, 0)  # one instruction: return, 0 bytes are taken
 
-# Held by a thread while it makes a socket that listens, so that another can tell which are its own.
+# Held by a thread from when it makes a socket until that listens, so that another can tell which are
+# its own.
 LISTENING = threading.Lock()
 
 
@@ -45,11 +47,11 @@ class _Address(NamedTuple):
 
 
 class Connections:
-    """Sockets of this process, by what the kernel calls them."""
+    """Sockets of this process, by their inodes."""
 
     def __init__(self) -> None:
-        self._by_name: dict[str, int] = {}
-        self._listening: dict[str, int] = {}
+        self._by_inode: dict[int, int] = {}
+        self._listening: dict[int, int] = {}
         self._ending = threading.Lock()
 
     @contextmanager
@@ -58,9 +60,9 @@ class Connections:
         with LISTENING:
             before = _open_sockets()
             yield
-            for name, number in _open_sockets().items():
-                if name not in before and _address(number).listens:
-                    self._listening[name] = number
+            for inode, number in _open_sockets().items():
+                if inode not in before and _address(number).listens:
+                    self._listening[inode] = number
 
     def take_no_more(self) -> None:
         """Has the kernel drop every packet for the collected sockets that listen.
@@ -81,21 +83,24 @@ class Connections:
         A connection to a port on which something else listens is not the library's. Sockets that
         listen stay open: a library need not expect them to end.
         """
-        before = _open_sockets()
-        others = _ports_listened_on(before)
+        with LISTENING:  # hence no socket is there that will listen
+            before = _open_sockets()
+            others = _ports_listened_on(before)
         yield
-        after = _open_sockets()
-        listening = {name: n for name, n in after.items() if name not in self._listening}
-        others |= _ports_listened_on(listening)
-        for name, number in after.items():
-            address = _address(number)
-            if name not in before and address.is_connected and address.port not in others:
-                self._by_name[name] = number
+        new = {
+            inode: (number, _address(number))
+            for inode, number in _open_sockets().items()
+            if inode not in before and inode not in self._listening
+        }
+        others |= {address.port for _, address in new.values() if address.listens}
+        for inode, (number, address) in new.items():
+            if address.is_connected and address.port not in others:
+                self._by_inode[inode] = number
 
     def ends(self) -> set[Ends]:
         """Returns both ends of each collected connection that is still connected."""
         found = set()
-        for _, connection in still_open(self._by_name):
+        for _, connection in still_open(self._by_inode):
             with suppress(OSError):
                 found.add(_ends(connection))
         return found
@@ -110,11 +115,11 @@ class Connections:
         """
         own = _ports_listened_on(self._listening)
         with self._ending:
-            for name, connection in still_open(dict(self._by_name)):
+            for inode, connection in still_open(dict(self._by_inode)):
                 with suppress(OSError):
                     ends = _ends(connection)
                     if Ends(ends.peer, ends.own) not in held:
-                        del self._by_name[name]
+                        del self._by_inode[inode]
                         if connection.getsockname()[1] in own:
                             connection.shutdown(socket.SHUT_RDWR)
 
@@ -124,54 +129,62 @@ class Connections:
         Any thread may call it. It returns when all have ended, whichever thread ends them.
         """
         with self._ending:
-            for _, connection in still_open(self._by_name):
+            for _, connection in still_open(self._by_inode):
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
-            self._by_name.clear()
+            self._by_inode.clear()
 
 
-def still_open(sockets: Mapping[str, int]) -> Iterator[tuple[str, socket.socket]]:
-    """Gives those of the sockets that are open, each for a moment under another descriptor."""
-    now = _open_sockets()
-    for name, collected in sockets.items():
-        # Either may be one that another thread borrows for a moment.
-        for number in {collected, now.get(name, collected)}:
-            with suppress(OSError), _borrowed(number) as found:
-                if _name(found.fileno()) == name:  # it may be another's by now
-                    yield name, found
-                    break
+def still_open(sockets: Mapping[int, int]) -> Iterator[tuple[int, socket.socket]]:
+    """Gives those of the sockets that are open, each for a moment under another descriptor.
+
+    The descriptor under which one was collected, or is found now, may be one that another thread
+    borrowed for a moment.
+    """
+    now: dict[int, int] | None = None
+    for inode, collected in sockets.items():
+        if (found := _borrowed(collected, inode)) is None:
+            now = _open_sockets() if now is None else now
+            found = _borrowed(now[inode], inode) if inode in now else None
+        if found is not None:
+            with found:
+                yield inode, found
 
 
 def _ends(connection: socket.socket) -> Ends:
     return Ends(_told(connection.getsockname()), _told(connection.getpeername()))
 
 
-def _ports_listened_on(sockets: Mapping[str, int]) -> set[int | None]:
-    return {_address(number).port for number in sockets.values() if _address(number).listens}
+def _ports_listened_on(sockets: Mapping[int, int]) -> set[int | None]:
+    addresses = map(_address, sockets.values())
+    return {address.port for address in addresses if address.listens}
 
 
 def _told(address: tuple[str, int]) -> str:
     return f"{address[0].partition('%')[0]} {address[1]}"  # a link's name is this machine's own
 
 
-def _open_sockets() -> dict[str, int]:
-    """Returns the descriptor of each socket, by the name of its inode."""
+def _open_sockets() -> dict[int, int]:
+    """Returns the descriptor of each socket, by its inode."""
     found = {}
     with suppress(FileNotFoundError):
         for entry in os.listdir(_DESCRIPTORS):
-            with suppress(OSError):  # closed meanwhile
-                name = _name(int(entry))
-                if name.startswith("socket:"):
-                    found[name] = int(entry)
+            if (inode := _inode(int(entry))) is not None:
+                found[inode] = int(entry)
     return found
 
 
-def _name(number: int) -> str:
-    return os.readlink(f"{_DESCRIPTORS}/{number}")
+def _inode(number: int) -> int | None:
+    """Returns what tells an open socket from every other; None of what is none."""
+    try:
+        status = os.fstat(number)
+    except OSError:  # closed meanwhile
+        return None
+    return status.st_ino if stat.S_ISSOCK(status.st_mode) else None
 
 
 def _address(number: int) -> _Address:
-    with suppress(OSError), _borrowed(number) as found:
+    with suppress(OSError), _duplicate(number) as found:
         name = found.getsockname()
         if isinstance(name, tuple):  # of the internet's families
             if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -183,14 +196,25 @@ def _address(number: int) -> _Address:
     return _Address()
 
 
-@contextmanager
-def _borrowed(number: int) -> Iterator[socket.socket]:
-    """Gives a descriptor's socket under another descriptor, and closes that one."""
+def _borrowed(number: int, inode: int) -> socket.socket | None:
+    """Returns a socket under another descriptor, to be closed; None if this one is not its."""
+    with suppress(OSError):
+        found = _duplicate(number)
+        if _inode(found.fileno()) == inode:  # it may be another's by now
+            return found
+        found.close()
+    return None
+
+
+def _duplicate(number: int) -> socket.socket:
+    """Returns a descriptor's socket under another descriptor.
+
+    Raises:
+        OSError: It is none's any more.
+    """
     duplicate = os.dup(number)
     try:
-        found = socket.socket(fileno=duplicate)
-    except OSError:  # no socket's any more
+        return socket.socket(fileno=duplicate)
+    except OSError:
         os.close(duplicate)
         raise
-    with found:
-        yield found

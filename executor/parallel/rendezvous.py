@@ -322,14 +322,14 @@ def _listen(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listening = socket.socket(family, kind, protocol)
-        try:
-            listening.bind(address)
-            with LISTENING:
+        with LISTENING:
+            listening = socket.socket(family, kind, protocol)
+            try:
+                listening.bind(address)
                 listening.listen(QUEUED_CONNECTIONS)
-        except OSError:
-            listening.close()
-            raise
+            except OSError:
+                listening.close()
+                raise
     except OSError as error:
         raise OSError(
             f"the rendezvous store cannot listen on {host}, port {port or 'any'}: {error}; the "

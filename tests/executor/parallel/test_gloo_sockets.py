@@ -84,7 +84,7 @@ def test_who_calls_a_server_that_was_there_before_is_not_cut_off(
     connections = Connections()
     with connections.collect():
         _, accepted = pair(listener)
-    assert accepted.fileno() not in connections._by_name.values()
+    assert accepted.fileno() not in connections._by_inode.values()
 
 
 def test_a_descriptor_that_is_another_socket_by_now_is_left_alone(
@@ -163,7 +163,7 @@ def test_what_will_listen_is_not_shut_down(pair: Pair):
 def num_collected(rank: int, port: int, world_size: int) -> int:
     """Returns how many connections of its own an executor has found; all look before any leaves."""
     groups = join(port, Topology(dp_rank=rank, dp_size=world_size))
-    found = len(groups.host.connections._by_name)
+    found = len(groups.host.connections._by_inode)
     groups.host.all_reduce(torch.zeros(1))
     return found
 
