@@ -29,7 +29,7 @@ from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr
 from executor.errors import PeerLost
 from executor.parallel.gloo_sockets import Connections, Ends
 from executor.parallel.layout import Topology
-from executor.parallel.rendezvous import MemberStore, StoreLost
+from executor.parallel.rendezvous import MemberStore, RoundStore, StoreLost
 
 _c10d: Any = distributed_c10d  # its process groups, stores and options carry no types
 CPU = torch.device("cpu")
@@ -325,16 +325,17 @@ def join_group(
     rank, everyone = topology.world_rank, range(topology.world_size)
     first = topology.dp_rank * topology.attn_tp_size
     same_dp_rank = range(first, first + topology.attn_tp_size)
-    board = MemberStore(host, port, secret, str(rank), min(timeout_s, FORM_TIMEOUT_S))
-    store = PrefixStore(f"epoch-{epoch}", board)
+    board = MemberStore(host, port, secret, min(timeout_s, FORM_TIMEOUT_S))
     with ExitStack() as formed, closing(board):
 
         def form(name: str, members: range, over: torch.device) -> RankGroup:
-            keys, place = PrefixStore(name, store), Place(name, rank - members.start, len(members))
+            place, prefix = Place(name, rank - members.start, len(members)), f"epoch-{epoch}/{name}"
             group: RankGroup
             if over.type == "cpu":
-                group = _gloo_group(keys, place, secret, bind_host, timeout)
+                store = RoundStore(board, prefix, place.rank, place.world_size)
+                group = _gloo_group(store, place, secret, bind_host, timeout)
             else:
+                keys = PrefixStore(prefix, board)
                 group = _nccl_group(keys, place, members, over, timeout, board)
             formed.callback(group.close)
             return group
@@ -347,8 +348,8 @@ def join_group(
         elif len(same_dp_rank) > 1:
             attn_tp = form(f"attn-tp-{topology.dp_rank}", same_dp_rank, device)
         if len(_distinct(on_host, world, attn_tp)) > 1:  # else all have said that theirs is formed
-            everywhere = Place("joined", rank, len(everyone))
-            _tell_all(store, "joined", everywhere, b"")  # nobody waits for the store any more
+            all_groups = RoundStore(board, f"epoch-{epoch}", rank, len(everyone))
+            all_groups.tell_all("joined", b"")  # nobody waits for the store any more
         formed.pop_all()
     return EpochGroups(epoch, world, attn_tp, on_host)
 
@@ -362,7 +363,7 @@ class Place(NamedTuple):
 
 
 def _gloo_group(
-    store: PrefixStore, place: Place, secret: bytes, bind_host: str | None, timeout: timedelta
+    store: RoundStore, place: Place, secret: bytes, bind_host: str | None, timeout: timedelta
 ) -> GlooGroup:
     """Forms a group of members that know the secret.
 
@@ -371,7 +372,7 @@ def _gloo_group(
         RuntimeError: Connections failed, or were a stranger's, each time.
     """
     for attempt in range(FORM_ATTEMPTS):
-        keys, outcome = PrefixStore(str(attempt), store), b"formed"
+        keys, outcome = store.under(str(attempt)), b"formed"
         with ExitStack() as left:
             try:
                 group = _connect(keys, place, bind_host, timeout)
@@ -384,8 +385,8 @@ def _gloo_group(
             except RuntimeError as error:
                 outcome = str(error).encode()
                 left.close()  # first: those peers have an outcome then, too
-                _tell(keys, "ends", place, b"[]")  # and so have those that wait for this
-            outcomes = _tell_all(keys, "outcome", place, outcome)
+                keys.tell("ends", b"[]")  # and so have those that wait for this
+            outcomes = keys.tell_all("outcome", outcome)
             if outcomes == [b"formed"] * place.world_size:
                 left.pop_all()
                 return group
@@ -394,7 +395,7 @@ def _gloo_group(
 
 
 def _connect(
-    store: PrefixStore, place: Place, bind_host: str | None, timeout: timedelta
+    store: RoundStore, place: Place, bind_host: str | None, timeout: timedelta
 ) -> GlooGroup:
     gloo = _c10d.ProcessGroupGloo
     options = gloo._Options()
@@ -410,14 +411,14 @@ def _connect(
     return GlooGroup(place.rank, place.world_size, backend, connections)
 
 
-def _prove(group: GlooGroup, store: PrefixStore, place: Place, secret: bytes) -> None:
+def _prove(group: GlooGroup, store: RoundStore, place: Place, secret: bytes) -> None:
     """Drops strangers' connections, and shows each member that this one knows the secret.
 
     Raises:
         RuntimeError: Some connection does not lead to the member that it should.
     """
     ends = json.dumps(sorted(group.connections.ends())).encode()
-    told = _tell_all(store, "ends", place, ends)  # hence all have connected
+    told = store.tell_all("ends", ends)  # hence all have connected
     group.connections.take_no_more()
     group.connections.keep_members({Ends(*each) for text in told for each in json.loads(text)})
 
@@ -430,16 +431,6 @@ def _prove(group: GlooGroup, store: PrefixStore, place: Place, secret: bytes) ->
     group.all_to_all(received, proofs(lambda peer: (place.rank, peer)))
     if not torch.equal(received, proofs(lambda peer: (peer, place.rank))):
         raise RuntimeError("a peer does not know the epoch's secret")
-
-
-def _tell(store: PrefixStore, key: str, place: Place, value: bytes) -> None:
-    store.set(f"{key}/{place.rank}", value)  # type: ignore[arg-type]  # it takes bytes too
-
-
-def _tell_all(store: PrefixStore, key: str, place: Place, value: bytes) -> list[bytes]:
-    """Returns what all members say under a key, by rank, once they have."""
-    _tell(store, key, place, value)
-    return [store.get(f"{key}/{rank}") for rank in range(place.world_size)]
 
 
 def _nccl_group(

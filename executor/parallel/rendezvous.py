@@ -1,6 +1,8 @@
 """Rendezvous store, where the executors of an epoch find one another; one of them opens it.
 
-It is a board: what one member writes is sent to all, and each keeps its own copy.
+It is a board: what one member writes is sent to all, and each keeps its own copy. Where each member
+writes an entry, as most often, they are sent once all have: one message for each member, not for each
+entry.
 
     member 0 ── entry ──▶ ┌───────┐ ── all entries ──▶ member 0
     member 1 ── entry ──▶ │ store │ ── all entries ──▶ member 1
@@ -44,7 +46,9 @@ CONNECT_TIMEOUT_S = 0.3  # of one try
 RETRY_DELAY_S = 0.01
 CUT_OFF = (TimeoutError, ConnectionAbortedError, ConnectionResetError, BrokenPipeError)
 
-_HEADER = struct.Struct("!I32sH")  # bytes of key and value, their HMAC, bytes of the key
+# Bytes of key and value, HMAC of all else, bytes of the key, entries of its round.
+_HEADER = struct.Struct("!I32sHH")
+_GREETING = ""  # key of a member's first entry, which only lets it in
 
 
 class StoreLost(RuntimeError):
@@ -55,6 +59,11 @@ class _Entry(NamedTuple):
     sealed: bytes
     key: str
     value: bytes
+    num_in_round: int
+
+    @property
+    def round(self) -> str:
+        return self.key.rpartition("/")[0]
 
 
 @dataclass(eq=False, slots=True)
@@ -82,7 +91,8 @@ class RendezvousStore:
         self.port: int = listening.getsockname()[1]
         self._secret = secret
         self._on_refused = on_refused
-        self._entries: list[bytes] = []
+        self._entries: list[bytes] = []  # those that were sent
+        self._rounds: dict[str, dict[str, bytes]] = {}  # those that wait for others, by key
         self._members: dict[_Caller, None] = {}
         self._strangers: dict[_Caller, None] = {}  # the oldest first
         self._listening = listening
@@ -142,13 +152,25 @@ class RendezvousStore:
             while received and (entry := _first_entry(self._secret, caller.received)) is not None:
                 if caller in self._strangers:
                     self._let_in(caller)
-                self._entries.append(entry.sealed)
-                for member in list(self._members):
-                    self._send(member, entry.sealed)
+                if entry.key == _GREETING:
+                    self._send(caller, entry.sealed)
+                else:
+                    self._take(entry)
             if not received:
                 self._end(caller)
         except (OSError, ValueError):
             self._end(caller)
+
+    def _take(self, entry: _Entry) -> None:
+        """Sends a round's entries to all members once it has all of them."""
+        entries = self._rounds.setdefault(entry.round, {})
+        entries[entry.key] = entry.sealed
+        if len(entries) < entry.num_in_round:
+            return
+        sent = b"".join(self._rounds.pop(entry.round).values())
+        self._entries.append(sent)
+        for member in list(self._members):
+            self._send(member, sent)
 
     def _let_in(self, caller: _Caller) -> None:
         del self._strangers[caller]
@@ -185,14 +207,13 @@ class MemberStore(Store):
         host: Where the store listens.
         port: Its port.
         secret: The epoch's.
-        member: Name of this member, no other's.
         timeout_s: How long to wait for the store, and for each entry.
 
     Raises:
         StoreLost: The store is not there, or does not let it in.
     """
 
-    def __init__(self, host: str, port: int, secret: bytes, member: str, timeout_s: float) -> None:
+    def __init__(self, host: str, port: int, secret: bytes, timeout_s: float) -> None:
         super().__init__()
         self._address = (host, port)
         self._secret = secret
@@ -201,17 +222,24 @@ class MemberStore(Store):
         self._received = bytearray()
         self._connection: socket.socket | None = None
         with self._failing_as_one():
-            self._connection = self._enter(f"member/{member}")
+            self._connection = self._enter()
 
-    def set(self, key: str, value: bytes | str) -> None:
-        """Writes an entry for all members."""
+    def set(self, key: str, value: bytes | str, num_in_round: int = 1) -> None:
+        """Writes an entry for all members.
+
+        Args:
+            key: Of the entry, no other's.
+            value: What it says.
+            num_in_round: How many entries whose keys differ only behind the last slash are sent on
+                together, when all of them are there.
+        """
         value = value.encode() if isinstance(value, str) else value
         if self._connection is None:
             self._entries[key] = value
             return
         with self._failing_as_one():
             self._connection.settimeout(self._timeout_s)
-            self._connection.sendall(_seal(self._secret, key, value))
+            self._connection.sendall(_seal(self._secret, key, value, num_in_round))
 
     def get(self, key: str) -> bytes:
         """Returns a member's entry once it is there.
@@ -248,8 +276,8 @@ class MemberStore(Store):
         if connection is not None:
             connection.close()
 
-    def _enter(self, key: str) -> socket.socket:
-        """Connects, and returns when the store has answered: it has taken the entry."""
+    def _enter(self) -> socket.socket:
+        """Connects, and returns when the store has answered: it has let this member in."""
         deadline = time.monotonic() + self._timeout_s
         cut_off: Exception | None = None
         while True:
@@ -258,7 +286,7 @@ class MemberStore(Store):
             try:
                 connection = socket.create_connection(self._address, CONNECT_TIMEOUT_S)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connection.sendall(_seal(self._secret, key, b""))
+                connection.sendall(_seal(self._secret, _GREETING, b"", 1))
                 self._take_entry(connection, deadline)
                 return connection
             except (OSError, ValueError) as error:
@@ -292,6 +320,56 @@ class MemberStore(Store):
             raise StoreLost(
                 f"the rendezvous store at {host}, port {port}{waiting}: {error or 'timed out'}"
             ) from error
+
+
+class RoundStore(Store):
+    """A group's part of the board, as PyTorch's process groups use one that connects all members.
+
+    Each of them writes what it says of a round under a key that ends in its rank.
+
+    Args:
+        board: A member's.
+        prefix: Of the group's keys.
+        rank: This member's.
+        world_size: Members of the group.
+    """
+
+    def __init__(self, board: MemberStore, prefix: str, rank: int, world_size: int) -> None:
+        super().__init__()
+        self._board = board
+        self._prefix = prefix
+        self._rank = rank
+        self._world_size = world_size
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Writes this member's entry of a round, or an entry that is of none."""
+        is_of_round = key.rpartition("/")[2] == str(self._rank)
+        self._board.set(f"{self._prefix}/{key}", value, self._world_size if is_of_round else 1)
+
+    def get(self, key: str) -> bytes:
+        """Returns a member's entry once it is there. Its errors are those of ``MemberStore.get``."""
+        return self._board.get(f"{self._prefix}/{key}")
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Returns when all entries are there. Its errors are those of `get`."""
+        self._board.wait([f"{self._prefix}/{key}" for key in keys])
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Returns whether all entries are there already."""
+        return self._board.check([f"{self._prefix}/{key}" for key in keys])
+
+    def under(self, prefix: str) -> "RoundStore":
+        """Returns the group's part of the board below a prefix."""
+        return RoundStore(self._board, f"{self._prefix}/{prefix}", self._rank, self._world_size)
+
+    def tell(self, key: str, value: bytes) -> None:
+        """Says something under a key. All members hear it once all have."""
+        self.set(f"{key}/{self._rank}", value)
+
+    def tell_all(self, key: str, value: bytes) -> list[bytes]:
+        """Returns what all members say under a key, by rank, once they have."""
+        self.tell(key, value)
+        return [self.get(f"{key}/{rank}") for rank in range(self._world_size)]
 
 
 def open_store(
@@ -339,10 +417,10 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _seal(secret: bytes, key: str, value: bytes) -> bytes:
+def _seal(secret: bytes, key: str, value: bytes, num_in_round: int) -> bytes:
     name = key.encode()
-    body = name + value
-    return _HEADER.pack(len(body), _mac(secret, len(name), body), len(name)) + body
+    body, numbers = name + value, (len(name), num_in_round)
+    return _HEADER.pack(len(body), _mac(secret, *numbers, body), *numbers) + body
 
 
 def _first_entry(secret: bytes, received: bytearray) -> _Entry | None:
@@ -353,7 +431,7 @@ def _first_entry(secret: bytes, received: bytearray) -> _Entry | None:
     """
     if len(received) < _HEADER.size:
         return None
-    size, mac, key_size = _HEADER.unpack_from(received)
+    size, mac, key_size, num_in_round = _HEADER.unpack_from(received)
     if size > MAX_ENTRY_BYTES:
         raise ValueError(f"an entry of {size} bytes; {MAX_ENTRY_BYTES} is the most")
     end = _HEADER.size + size
@@ -362,10 +440,10 @@ def _first_entry(secret: bytes, received: bytearray) -> _Entry | None:
     sealed = bytes(received[:end])
     del received[:end]
     body = sealed[_HEADER.size :]
-    if not hmac.compare_digest(mac, _mac(secret, key_size, body)):
+    if not hmac.compare_digest(mac, _mac(secret, key_size, num_in_round, body)):
         raise ValueError("an entry that is not sealed with the epoch's secret")
-    return _Entry(sealed, body[:key_size].decode(), body[key_size:])
+    return _Entry(sealed, body[:key_size].decode(), body[key_size:], num_in_round)
 
 
-def _mac(secret: bytes, key_size: int, body: bytes) -> bytes:
-    return hmac.digest(secret, b"store %d " % key_size + body, "sha256")
+def _mac(secret: bytes, key_size: int, num_in_round: int, body: bytes) -> bytes:
+    return hmac.digest(secret, b"store %d of %d " % (key_size, num_in_round) + body, "sha256")

@@ -252,10 +252,10 @@ def form_beside_strangers(rank: int, port: int, num_attempts: int) -> tuple[str,
     """Returns what became of a forming, and how much was heard in all seats of its first attempts."""
     strangers, write = [], MemberStore.set
 
-    def write_late(store: MemberStore, key: str, value: bytes) -> None:
+    def write_late(store: MemberStore, key: str, value: bytes, num_in_round: int = 1) -> None:
         if key in [f"epoch-0/host/{attempt}/0/{rank}" for attempt in range(num_attempts)]:
             strangers.append(take_seats())
-        write(store, key, value)
+        write(store, key, value, num_in_round)
 
     outcome = "formed"
     with patch.object(MemberStore, "set", write_late):

@@ -14,7 +14,13 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from executor.__main__ import _keep_in, _spare_survivors
 from executor.parallel import rendezvous
-from executor.parallel.rendezvous import MemberStore, RendezvousStore, StoreLost, open_store
+from executor.parallel.rendezvous import (
+    MemberStore,
+    RendezvousStore,
+    RoundStore,
+    StoreLost,
+    open_store,
+)
 from tests.executor.support.ranks.ranks import HOST, SECRET, TIMEOUT_S
 from tests.support.listening import listening_at
 
@@ -58,10 +64,10 @@ def store(cleanup: ExitStack, strangers: Strangers) -> RendezvousStore:
 
 @pytest.fixture
 def member(store: RendezvousStore, cleanup: ExitStack) -> Member:
-    """Makes a member of the group by its name."""
+    """Lets a member of the group in."""
 
-    def enter(name: str, secret: bytes = SECRET, timeout_s: float = TIMEOUT_S) -> MemberStore:
-        entered = MemberStore(HOST, store.port, secret, name, timeout_s)
+    def enter(secret: bytes = SECRET, timeout_s: float = TIMEOUT_S) -> MemberStore:
+        entered = MemberStore(HOST, store.port, secret, timeout_s)
         cleanup.callback(entered.close)
         return entered
 
@@ -87,17 +93,35 @@ def addresses_at(port: int) -> set[str]:
 
 def entry(secret: bytes, key: bytes, value: bytes, size: int | None = None) -> bytes:
     """Builds an entry as the wire has it, independently of the product."""
-    mac = hmac.digest(secret, b"store %d " % len(key) + key + value, "sha256")
-    return struct.pack("!I32sH", size or len(key + value), mac, len(key)) + key + value
+    mac = hmac.digest(secret, b"store %d of 1 " % len(key) + key + value, "sha256")
+    return struct.pack("!I32sHH", size or len(key + value), mac, len(key), 1) + key + value
 
 
 def test_what_a_member_writes_every_other_reads_also_those_that_come_later(member: Member):
-    first, second = member("0"), member("1")
+    first, second = member(), member()
     PrefixStore("epoch-1", first).set("host/0", "address 0")
     second.set("epoch-1/host/1", b"address 1")
-    for each in (first, second, member("2")):
+    for each in (first, second, member()):
         assert PrefixStore("epoch-1", each).get("host/0") == b"address 0"
         assert each.get("epoch-1/host/1") == b"address 1"
+
+
+def test_what_all_members_say_in_a_round_each_hears_when_all_have(member: Member):
+    """Also when one says it twice, which counts once."""
+    boards = [member(), member()]
+    first, second = (
+        RoundStore(board, "host", rank, 2).under("0") for rank, board in enumerate(boards)
+    )
+    first.tell("ends", b"too early")
+    first.tell("ends", b"A")
+    boards[0].set("later", b"")
+    boards[1].wait(["later"])
+    assert not second.check(["ends/0"])
+    assert second.tell_all("ends", b"B") == [b"A", b"B"]
+    assert [first.get(f"ends/{rank}") for rank in range(2)] == [b"A", b"B"]
+    assert RoundStore(member(), "host", 0, 2).get("0/ends/1") == b"B"
+    first.set("leader", b"C")
+    assert second.get("leader") == b"C", "it is of no round"
 
 
 @pytest.mark.parametrize(
@@ -113,10 +137,10 @@ def test_what_a_member_writes_every_other_reads_also_those_that_come_later(membe
 def test_who_does_not_know_the_secret_is_cut_off_and_reads_nothing(
     member: Member, stranger: Any, strangers: Strangers, sent: bytes
 ):
-    member("0").set("host/0", b"address 0")
+    member().set("host/0", b"address 0")
     assert stranger(sent).recv(1) == b""
     strangers.wait_for(1)
-    assert member("1").get("host/0") == b"address 0"
+    assert member().get("host/0") == b"address 0"
 
 
 @pytest.mark.parametrize("sent", [b"", entry(SECRET, b"member/0", b"address")[:-1]])
@@ -135,8 +159,8 @@ def test_any_number_of_silent_strangers_leave_room_for_a_member(
     monkeypatch.setattr(rendezvous, "HELLO_TIMEOUT_S", TIMEOUT_S)
     silent = [stranger() for _ in range(20)]
     assert silent[0].recv(1) == b""
-    member("0").set("host/0", b"address 0")
-    assert member("1").get("host/0") == b"address 0"
+    member().set("host/0", b"address 0")
+    assert member().get("host/0") == b"address 0"
     strangers.wait_for(16)
 
 
@@ -152,26 +176,26 @@ def test_what_a_store_says_that_does_not_know_the_secret_is_not_believed(cleanup
 
     threading.Thread(target=answer, daemon=True).start()
     with pytest.raises(StoreLost, match="not sealed with the epoch's secret"):
-        MemberStore(HOST, listener.getsockname()[1], SECRET, "1", TIMEOUT_S)
+        MemberStore(HOST, listener.getsockname()[1], SECRET, TIMEOUT_S)
 
 
 def test_a_member_is_told_what_it_has_waited_for_in_vain(store: RendezvousStore, member: Member):
-    waiting = member("0", timeout_s=0.05)
+    waiting = member(timeout_s=0.05)
     with pytest.raises(StoreLost, match=f"port {store.port} for host/1: timed out"):
         waiting.get("host/1")
     with pytest.raises(StoreLost, match="it has closed"):
-        member("1", b"another secret of this length", timeout_s=0.3)
-    patient = member("2")
+        member(b"another secret of this length", timeout_s=0.3)
+    patient = member()
     store.close()
     with pytest.raises(StoreLost, match="for host/1: it has closed"):
         patient.get("host/1")
     with pytest.raises(StoreLost, match="Connection refused"):
-        member("3")
+        member()
 
 
 def test_a_member_that_has_left_keeps_what_it_has_read(member: Member):
     """NCCL goes on asking its store whether a peer has failed, in threads of its own."""
-    first = member("0")
+    first = member()
     first.set("host/0", b"address 0")
     assert first.get("host/0") == b"address 0"
     first.close()
@@ -186,19 +210,19 @@ def test_a_member_that_has_left_keeps_what_it_has_read(member: Member):
 def test_the_store_listens_at_its_host_alone(host: str, cleanup: ExitStack) -> None:
     store = open_store(host, SECRET)
     cleanup.callback(store.close)
-    MemberStore(host, store.port, SECRET, "0", TIMEOUT_S).close()
+    MemberStore(host, store.port, SECRET, TIMEOUT_S).close()
     assert addresses_at(store.port) == {socket.gethostbyname(host)}
 
 
 def test_it_can_listen_on_every_address_and_be_reached_at_one(cleanup: ExitStack) -> None:
     store = open_store("127.0.0.1", SECRET, bind_host="0.0.0.0")
     cleanup.callback(store.close)
-    MemberStore("127.0.0.2", store.port, SECRET, "0", TIMEOUT_S).close()
+    MemberStore("127.0.0.2", store.port, SECRET, TIMEOUT_S).close()
     assert addresses_at(store.port) == {"0.0.0.0"}
 
 
 def test_the_port_is_free_when_the_store_has_closed(store: RendezvousStore, member: Member) -> None:
-    member("0")
+    member()
     store.close()
     store.close()
     assert addresses_at(store.port) == set()
