@@ -27,7 +27,7 @@ class BudgetLine:
     Attributes:
         what: What is sized.
         bound: The setting or size that it follows from.
-        tokens: Its rows at most: of tokens, or of sequences. 0 if it has none.
+        tokens: Its rows at most: of tokens, sequences, or slots of experts. 0 if it has none.
         bytes: What they take.
     """
 

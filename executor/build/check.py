@@ -21,6 +21,7 @@ from executor.model.families import fill_model
 from executor.model.layers.linear import vocab_slice
 from executor.model.spec import MoeSpec
 from executor.model.weights.kept import DEQUANTISED, IN_INT8, Keeping
+from protos.executor.placement import GHOST
 
 
 def check(config: ExecutorConfig, say: Callable[[str], None]) -> bool:
@@ -49,9 +50,10 @@ def _describe(blueprint: Blueprint, say: Callable[[str], None]) -> None:
     say(f"family                {model.architecture}")
     say(f"layers                {len(model.layers)}, {num_moe} of them with experts")
     if num_moe:
-        local = config.topology.local_experts(model.num_experts)
+        slots = config.topology.expert_slots(model.num_experts)
+        num_held = len(slots) - slots.count(GHOST)
         say(
-            f"experts               {len(local)} of {model.num_experts}, each shared by "
+            f"experts               {num_held} of {model.num_experts} in {len(slots)} slots, each shared by "
             f"{config.topology.moe_tp_size} executors"
         )
     saved = "" if model.quantization is None else f", dequantised from {model.quantization.title}"

@@ -39,6 +39,7 @@ from executor.model.sampling.sampler import Sampler
 from executor.model.weights.kept import Keeping
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.epochs import FormGroup
+from executor.parallel.expert_places import ExpertPlaces
 from executor.parallel.layout import require_mlp_tp_gather
 from executor.parallel.process_groups import EpochGroups, join_group
 from executor.runners.forward_pass import ForwardPass
@@ -96,6 +97,7 @@ def build_worker(
             blueprint,
             dispatcher=dispatcher,
             kernels=kernels,
+            expert_slots=[*model.expert_slots, *(() if draft is None else draft.expert_slots)],
             sampler=sampler,
             runner=runner,
             forward_pass=forward_pass,
@@ -300,7 +302,7 @@ def _dispatcher(blueprint: Blueprint, communicator: DpCommunicator, device: Devi
     setup = DispatchSetup(
         communicator=communicator,
         budget=blueprint.budget,
-        num_experts=blueprint.model.num_experts,
+        places=ExpertPlaces.of(config.topology, blueprint.model.num_experts, device.torch_device),
         dtype=blueprint.dtype,
         device=device.torch_device,
         ops=device.ops,

@@ -19,12 +19,13 @@ from executor.build.drafts import Drafts
 from executor.build.plan import Blueprint
 from executor.model.decoder.kernels import Kernels
 from executor.model.decoder.sizes import kv_shape
-from executor.model.moe.experts import ExpertShare
+from executor.model.moe.experts import ExpertShare, ExpertSlots
 from executor.model.moe.layer import Dispatcher
 from executor.model.sampling.sampler import Sampler
 from executor.model.spec import MlaSpec, MoeSpec
 from executor.runners.forward_pass import ForwardPass
 from executor.runners.target import RunnerSelection
+from protos.executor.placement import GHOST
 
 DEFAULT_CPU_KV_BYTES = 1 << 30
 CUDA_KV_SHARE = 0.85  # of what is free and will not be taken
@@ -87,14 +88,15 @@ def held_lines(
     *,
     dispatcher: Dispatcher,
     kernels: list[Kernels],
+    expert_slots: Iterable[ExpertSlots],
     sampler: Sampler,
     runner: RunnerSelection,
     forward_pass: ForwardPass,
     drafts: Drafts | None,
 ) -> tuple[BudgetLine, ...]:
-    """Returns what is kept on the device beside weights, attention and the buffers of collectives.
+    """Returns what is kept on the device beside attention, buffers of collectives, and most weights.
 
-    Of keys and values it tells what a sequence takes: how many there are follows from the rest.
+    Of weights it tells those of experts, ghosts among them.     Of keys and values it tells what a sequence takes: how many there are follows from the rest.
     """
     budget, held = blueprint.budget, HeldBytes()
     num_rows, graph = blueprint.config.max_num_seqs, max(blueprint.graph_sizes.decode, default=0)
@@ -105,6 +107,7 @@ def held_lines(
     scratch = held.of(*(one.scratch for one in kernels))
     kept_later = max(one.scratch_bytes for one in kernels)  # threads have it for all models
     lines = [
+        *_slot_lines(blueprint, sum(layer.num_bytes for layer in expert_slots)),
         BudgetLine("scratch of experts, for the rows of a pass", bound, rows, scratch),
         BudgetLine("scratch of the CPU's kernel for experts", bound, rows, kept_later),
         BudgetLine("sampling state of each row", _ROWS, num_rows, held.of(sampler)),
@@ -118,6 +121,15 @@ def held_lines(
     lines.append(BudgetLine("buffers of runners", RANK_ROWS, tokens, held.of(runner)))
     pool = forward_pass.kv_pool
     return (*lines, *kv_lines(pool.shape, pool.all_bytes_per_block))
+
+
+def _slot_lines(blueprint: Blueprint, num_bytes: int) -> tuple[BudgetLine, ...]:
+    if not blueprint.model.num_experts:
+        return ()
+    slots = blueprint.config.topology.expert_slots(blueprint.model.num_experts)
+    what = f"expert slots of all layers, {slots.count(GHOST)} of each without an expert"
+    bound = f"num_experts={blueprint.model.num_experts} / ep_size={blueprint.budget.ep_size}"
+    return (BudgetLine(what, bound, len(slots), num_bytes),)
 
 
 def later_lines(

@@ -109,7 +109,7 @@ def splits_dense(config: ExecutorConfig, model: ModelSpec) -> bool:
 
 
 def check_model_fits(config: ExecutorConfig, model: ModelSpec) -> None:
-    """Checks that heads, experts and dense MLPs divide among the executors.
+    """Checks that heads, columns of experts and dense MLPs divide among the executors.
 
     Raises:
         ValueError: Names the setting, the model's size that it does not fit, and what would.
@@ -117,24 +117,19 @@ def check_model_fits(config: ExecutorConfig, model: ModelSpec) -> None:
     attention_share(attention_of(model), config.topology)  # checks itself
     world_size, num_parts = config.world_size, config.topology.num_expert_parts
     if model.moe is not None:
-        num_experts, width = model.moe.num_experts, model.moe.intermediate_size
+        width = model.moe.intermediate_size
         block = 1 if model.quantization is None else model.quantization.block
         fitting = [
             size
             for size in divisors(world_size)
-            if num_experts % size == 0
-            and (size == world_size or width % (world_size // size * block) == 0)
+            if size == world_size or width % (world_size // size * block) == 0
         ]
         if num_parts not in fitting:
-            problem = f"num_experts={num_experts} does not divide by it"
-            if num_experts % num_parts == 0:
-                blocks = f" in blocks of {block}, which share a scale," if block > 1 else ""
-                problem = (
-                    f"moe_intermediate_size={width} does not divide{blocks} among the "
-                    f"{config.topology.moe_tp_size} executors that share each expert"
-                )
+            blocks = f" in blocks of {block}, which share a scale," if block > 1 else ""
             raise ValueError(
-                f"ep_size={num_parts}: {problem}; {_use(fitting, 'ep_size', world_size)}"
+                f"ep_size={num_parts}: moe_intermediate_size={width} does not divide{blocks} among the "
+                f"{config.topology.moe_tp_size} executors that share each expert; use ep_size "
+                f"{' or '.join(map(str, fitting))}"
             )
     elif config.moe_a2a != "none":
         raise ValueError(f"moe_a2a={config.moe_a2a}: the model has no experts; set moe_a2a=none")
@@ -276,9 +271,3 @@ def plan_budget(
     )
     DISPATCHERS[config.moe_a2a].check(budget)
     return budget
-
-
-def _use(sizes: list[int], setting: str, world_size: int) -> str:
-    if not sizes:
-        return f"no {setting} of {world_size} executors does"
-    return f"use {setting} {' or '.join(str(size) for size in sizes)}"

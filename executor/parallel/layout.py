@@ -5,7 +5,7 @@ The share of the model that each executor holds (``Topology``), here of 2 x 2:
     world rank   0          1          2          3
     DP rank      0          0          1          1        own sequences, own KV cache
     attn_tp_rank 0          1          0          1        shares of one DP rank's attention heads
-    ep_rank      0          0          1          1        runs of experts       (ep_size 2 of 4)
+    ep_rank      0          0          1          1        slots of experts      (ep_size 2 of 4)
     moe_tp_rank  0          1          0          1        shares of each of those experts
 
 One step's tokens across all ranks (``DpLayout``), the only source of every per-step length. The router
@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
 from itertools import accumulate
+
+from protos.executor.placement import SlotMap, place_evenly
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,20 +96,13 @@ class Topology:
         """Which share of those experts it holds."""
         return self.world_rank % self.moe_tp_size
 
-    def local_experts(self, num_experts: int) -> range:
-        """Returns the experts of this executor, a contiguous run.
+    def slot_map(self, num_experts: int) -> SlotMap:
+        """Returns the experts in the slots of each part: contiguous runs, some with one more."""
+        return place_evenly(num_experts, self.num_expert_parts)
 
-        Raises:
-            ValueError: The experts do not divide among the parts.
-        """
-        parts = self.num_expert_parts
-        if num_experts % parts:
-            fitting = [size for size in divisors(self.world_size) if num_experts % size == 0]
-            raise ValueError(
-                f"ep_size={parts}: {num_experts} experts do not divide into as many parts; "
-                f"{_fitting(fitting, parts)}"
-            )
-        return share_of("num_experts", num_experts, self.ep_rank, parts)
+    def expert_slots(self, num_experts: int) -> tuple[int, ...]:
+        """Returns the experts in this executor's slots, GHOST where there is none."""
+        return self.slot_map(num_experts)[self.ep_rank]
 
 
 def require_attn_tp_gather(topology: Topology) -> bool:

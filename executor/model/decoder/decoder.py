@@ -18,10 +18,11 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.model.decoder.kernels import Kernels, Peers
-from executor.model.decoder.layer import DecoderLayer, names_left_to_others
+from executor.model.decoder.layer import DecoderLayer, expert_slots_of, names_left_to_others
 from executor.model.layers.attention import LayerOptions, Stages
 from executor.model.layers.linear import Embedding, LMHead, vocab_slice
 from executor.model.layers.operators import RMSNorm
+from executor.model.moe.experts import ExpertSlots
 from executor.model.spec import ModelSpec
 from executor.model.weights import Source, WeightGroup
 
@@ -111,6 +112,11 @@ class Decoder:
             library=kernels.library,
             kept=kernels.kept_head,
         )
+
+    @property
+    def expert_slots(self) -> list[ExpertSlots]:
+        """Of each layer that has experts."""
+        return expert_slots_of(self.layers)
 
     @property
     def attention_layers(self) -> tuple[LayerOptions, ...]:

@@ -31,7 +31,7 @@ from executor.model.layers.operators import (
     TorchOperators,
 )
 from executor.model.moe.dispatch_all_gather import AllGatherDispatcher
-from executor.model.moe.experts import Experts, ExpertShare, NewRunner
+from executor.model.moe.experts import ExpertShare, ExpertSlots, NewRunner
 from executor.model.moe.layer import Dispatched, Dispatcher, ExpertScratch, StackedMoERunner
 from executor.model.moe.runner_cpu import (
     HIDDEN_MULTIPLE,
@@ -50,6 +50,7 @@ from executor.model.spec import ModelSpec, MoeSpec
 from executor.model.triton.operators import TritonOps
 from executor.model.weights.kept import DEQUANTISED, Keeping, KeptWeight
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
+from executor.parallel.expert_places import ExpertPlaces
 from executor.parallel.layout import Topology
 
 GpuRunner = type[GroupedMMRunner] | type[CutlassMoERunner] | type[CuteDslMoERunner]
@@ -75,7 +76,7 @@ class Kernels:
     """
 
     operators: Operators
-    new_experts: Callable[[MoeSpec, Topology], Experts]
+    new_experts: Callable[[MoeSpec, Topology], ExpertSlots]
     library: Library | None = None
     scratch: ExpertScratch | None = None
     scratch_bytes: int = 0
@@ -134,7 +135,7 @@ def cpu_kernels(
         _LOG.warning("no_cpu_kernel_for_experts", problem=problem, running="PyTorch's")
     return Kernels(
         operators=operators,
-        new_experts=lambda moe, topology: Experts(
+        new_experts=lambda moe, topology: ExpertSlots(
             moe,
             ExpertShare.of(topology, moe),
             spec.hidden_size,
@@ -205,7 +206,7 @@ def stacked_kernels(
         scratch = new_scratch(ops, max_num_rows=max_moe_rows, top_k=spec.top_k)
     return Kernels(
         operators=operators,
-        new_experts=lambda moe, topology: Experts(
+        new_experts=lambda moe, topology: ExpertSlots(
             moe,
             ExpertShare.of(topology, moe),
             spec.hidden_size,
@@ -230,7 +231,7 @@ def kept_sizes(spec: ModelSpec, keeping: Keeping, *, dtype: torch.dtype) -> Kern
     if keeping.experts is not None:
         kernels = replace(
             kernels,
-            new_experts=lambda moe, topology: Experts(
+            new_experts=lambda moe, topology: ExpertSlots(
                 moe,
                 ExpertShare.of(topology, moe),
                 spec.hidden_size,
@@ -305,11 +306,11 @@ class Peers:
     ) -> "Peers":
         """Returns peers among which rows are gathered for experts; none by default."""
         communicator = communicator or DpCommunicator.single()
-        local_experts = communicator.topology.local_experts(num_experts)
+        places = ExpertPlaces.of(communicator.topology, num_experts)
         return cls(
             communicator=communicator,
             attn_tp=attn_tp or AttnTpCommunicator.single(),
-            dispatcher=AllGatherDispatcher(communicator, local_experts),
+            dispatcher=AllGatherDispatcher(communicator, places),
             **dense,
         )
 

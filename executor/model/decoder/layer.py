@@ -5,7 +5,7 @@ for all of its T rows; between attention calls an executor has some of the rows,
 S = layout.shard_num_rows (see ``decoder.py``).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from executor.model.decoder.latent import LatentAttention
 from executor.model.decoder.sizes import attention_share
 from executor.model.layers.attention import AttentionCall, LayerOptions
 from executor.model.layers.operators import RMSNorm
-from executor.model.moe.experts import ExpertShare
+from executor.model.moe.experts import ExpertShare, ExpertSlots
 from executor.model.moe.layer import MoELayer
 from executor.model.moe.routing import Router
 from executor.model.moe.shared import SharedExpert
@@ -385,6 +385,11 @@ class DecoderLayer:
         return [WeightGroup(norms), *attention, *self.mlp.weight_groups(f"{prefix}mlp.")]
 
 
+def expert_slots_of(layers: Iterable[DecoderLayer]) -> list[ExpertSlots]:
+    """Returns the slots of the layers that have experts."""
+    return [layer.mlp.experts for layer in layers if isinstance(layer.mlp, SparseBlock)]
+
+
 def names_left_to_others(layer: LayerSpec, prefix: str, topology: Topology) -> Iterator[str]:
     """Yields the tensors of a layer that are only for other executors, so that they stay unread.
 
@@ -401,7 +406,7 @@ def names_left_to_others(layer: LayerSpec, prefix: str, topology: Topology) -> I
         return
     share = ExpertShare.of(topology, moe)
     for expert in range(moe.num_experts):
-        stem, is_here = f"{prefix}mlp.experts.{expert}.", expert in share.experts
+        stem, is_here = f"{prefix}mlp.experts.{expert}.", expert in share.slots
         if not is_here:
             yield from (f"{stem}{part}_proj.weight" for part in ("gate", "up", "down"))
         if moe.bias and not is_here:

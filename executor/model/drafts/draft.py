@@ -12,6 +12,7 @@ So what an entry holds depends on no token after its own, as in the target, and 
 target's prefix cache are valid for the draft's keys and values, too.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -23,11 +24,13 @@ import torch
 from executor.batch.forward_batch import ForwardBatch
 from executor.errors import CheckpointError
 from executor.model.decoder.kernels import Kernels, cpu_kernels
+from executor.model.decoder.layer import DecoderLayer, expert_slots_of
 from executor.model.drafts.config import DraftConfig, DraftLayout
 from executor.model.families import Model
 from executor.model.layers.attention import Stages
 from executor.model.layers.linear import LMHead
 from executor.model.layers.operators import RMSNorm
+from executor.model.moe.experts import ExpertSlots
 from executor.model.weights import OnProgress, WeightGroup, load_weights, tensor_names
 
 _CLASSES = {
@@ -49,12 +52,16 @@ class DraftModel(Protocol):
         hidden_size: H, the target's.
         vocab_size: V of the draft, at most the target's.
         target_ids: int64 [V], the target's id of each of the draft's; None if they are the same.
+        expert_slots: Of each layer that has experts.
     """
 
     num_layers: int
     hidden_size: int
     vocab_size: int
     target_ids: torch.Tensor | None
+
+    @property
+    def expert_slots(self) -> list[ExpertSlots]: ...
 
     def project(self, features: torch.Tensor) -> torch.Tensor:
         """Returns [T, H], what ``stages`` takes as hidden states, of the target's features [T, F].
@@ -103,6 +110,7 @@ class DraftShare:
 
     num_layers = 1
     target_ids: torch.Tensor | None = None
+    layers: Sequence[DecoderLayer] = ()
 
     def __init__(self, config: DraftConfig, target: Model, kernels: Kernels) -> None:
         embedding = target.embed_tokens.weight
@@ -121,6 +129,10 @@ class DraftShare:
             kernels.operators,
             **self._placed,
         )
+
+    @property
+    def expert_slots(self) -> list[ExpertSlots]:
+        return expert_slots_of(self.layers)
 
     def _new_head(self) -> LMHead:
         return LMHead(

@@ -15,6 +15,7 @@ from executor.model.decoder.fields import Fields
 from executor.model.decoder.kernels import Kernels, Peers, cpu_kernels
 from executor.model.layers.attention import LayerOptions, Stages
 from executor.model.layers.linear import Embedding, LMHead
+from executor.model.moe.experts import ExpertSlots
 from executor.model.spec import ModelSpec
 from executor.model.weights import OnProgress, WeightGroup, load_weights
 
@@ -67,6 +68,11 @@ class Model(Protocol):
     embed_tokens: Embedding
     lm_head: LMHead
     peers: Peers
+
+    @property
+    def expert_slots(self) -> list[ExpertSlots]:
+        """Of each layer that has experts."""
+        ...
 
     @property
     def attention_layers(self) -> tuple[LayerOptions, ...]:

@@ -42,7 +42,9 @@ class AllToAllSizes:
 
     Attributes:
         ep_size: Ranks.
-        num_experts: E; rank n has the n-th of ``ep_size`` equal runs.
+        num_experts: E.
+        num_slots: S, places for experts on each rank, the same on all. Kernels take those of all ranks
+            for experts, which rows are sent to as rank * S + slot.
         top_k: K.
         hidden_size: D.
         dtype: Of rows and of results.
@@ -56,6 +58,7 @@ class AllToAllSizes:
 
     ep_size: int
     num_experts: int
+    num_slots: int
     top_k: int
     hidden_size: int
     dtype: torch.dtype
@@ -64,9 +67,10 @@ class AllToAllSizes:
 
     def __post_init__(self) -> None:
         check_flashinfer_a2a(self.ep_size, self.top_k)
-        if self.num_experts % self.ep_size:
+        if self.num_experts > self.ep_size * self.num_slots:
             raise ValueError(
-                f"num_experts={self.num_experts} do not divide among ep_size={self.ep_size} ranks"
+                f"num_experts={self.num_experts} do not fit num_slots={self.num_slots} on each of "
+                f"ep_size={self.ep_size} ranks"
             )
         if self.max_num_tokens < 1:
             raise ValueError(f"max_num_tokens={self.max_num_tokens}: need at least 1")
@@ -218,7 +222,7 @@ class AllToAll:
                 as many bytes of a row as one of the sizes' type takes, or fewer; T may be 0.
             ids_TK: int32, what receivers are told about each row.
             weights_TK: float32.
-            routes_TK: int32, 0 to E - 1 and nothing else: where each row goes.
+            routes_TK: int32, rank * S + slot and nothing else: where each row goes.
             capacity: C, the same on all ranks, and above 0.
         """
         sizes = self.sizes
@@ -238,7 +242,7 @@ class AllToAll:
             ep_rank=self.ep_rank,
             ep_size=sizes.ep_size,
             top_k=sizes.top_k,
-            num_experts=sizes.num_experts,
+            num_experts=sizes.ep_size * sizes.num_slots,
             enable_pdl=self._enable_pdl,
             eplb_local_stats=None,
             enable_rank_mask=False,

@@ -13,6 +13,7 @@ import torch
 
 from executor.model.moe.layer import Dispatched, Dispatcher, DispatchSetup
 from executor.parallel.communicators import DpCommunicator
+from executor.parallel.expert_places import ExpertPlaces, look_up
 from executor.parallel.layout import DpLayout
 
 
@@ -21,18 +22,17 @@ class AllGatherDispatcher(Dispatcher):
 
     Args:
         communicator: Joins all ranks that hold experts or slices of them.
-        local_experts: The experts of this rank, whole or in part.
+        places: Of experts, each whole or in part.
     """
 
-    def __init__(self, communicator: DpCommunicator, local_experts: range) -> None:
+    def __init__(self, communicator: DpCommunicator, places: ExpertPlaces) -> None:
         self._communicator = communicator
-        self._local_experts = local_experts
+        self._places = places
         self.max_rows = communicator.world_size * communicator.max_tokens_per_rank
 
     @classmethod
     def build(cls, setup: DispatchSetup) -> Dispatcher:
-        topology = setup.communicator.topology
-        return cls(setup.communicator, topology.local_experts(setup.num_experts))
+        return cls(setup.communicator, setup.places)
 
     def dispatch(
         self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, layout: DpLayout
@@ -41,12 +41,10 @@ class AllGatherDispatcher(Dispatcher):
         x_RD, ids_RK, weights_RK = self._communicator.gather_columns(
             (x_TD, ids_TK, weights_TK), layout
         )
-        num_local = len(self._local_experts)
-        if self._communicator.world_size > 1:
-            ids_RK = ids_RK - self._local_experts.start
-            ids_RK.masked_fill_((ids_RK < 0) | (ids_RK >= num_local), num_local)
-        for first, stop in _padding(layout):
-            ids_RK[first:stop] = num_local
+        for first, stop in _padding(layout):  # which holds anything
+            ids_RK[first:stop] = self._places.num_experts
+        if not self._places.is_in_order:
+            ids_RK = look_up(self._places.slot_of_expert, ids_RK)
         return Dispatched(x_RD, ids_RK, weights_RK, handle=layout)
 
     def combine(self, y_RD: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:

@@ -29,6 +29,7 @@ from executor.parallel.communicators import (
     view_rows,
     words_of,
 )
+from executor.parallel.expert_places import ExpertPlaces, look_up
 from executor.parallel.layout import DpLayout
 from executor.parallel.process_groups import add_up
 
@@ -56,9 +57,8 @@ class TorchAllToAllDispatcher(Dispatcher):
     Buffers are made once, for every rank sending all its tokens to every other.
 
     Args:
-        communicator: Its ranks are the EP ranks: each holds ``num_experts / world_size`` experts,
-            in order of rank. Says who this rank is and how many rows a rank may have.
-        num_experts: E.
+        communicator: Its ranks are the EP ranks. Says how many rows a rank may have.
+        places: Of experts on them.
         hidden_size: D.
         dtype: Type of the hidden states.
         top_k: K.
@@ -70,26 +70,19 @@ class TorchAllToAllDispatcher(Dispatcher):
     def __init__(
         self,
         communicator: DpCommunicator,
+        places: ExpertPlaces,
         *,
-        num_experts: int,
         hidden_size: int,
         dtype: torch.dtype,
         top_k: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        topology = communicator.topology
-        assert topology.moe_tp_size == 1, "several ranks hold slices of the same experts"
+        self._num_ranks = communicator.world_size
+        assert places.ep_size == self._num_ranks, "several ranks hold slices of the same experts"
         self._communicator = communicator
-        self._num_ranks = topology.world_size
+        self._places = places
         self._num_words = moe_words(hidden_size, dtype, top_k)
         self._open_in: object | None = None  # the group of a dispatch that is not combined yet
-        # By expert, and by E for padding: the rank that holds it, and its number on this rank.
-        local = topology.local_experts(num_experts)
-        experts = torch.arange(num_experts + 1)
-        self._ranks = (experts // len(local)).to(device)
-        is_here = (experts >= local.start) & (experts < local.stop)
-        numbers = torch.where(is_here, experts - local.start, len(local))
-        self._numbers = numbers.to(device, torch.int32)
         most = communicator.max_tokens_per_rank
         self.max_rows = self._num_ranks * most
         self._packed, self._sent, self._received = (
@@ -102,7 +95,7 @@ class TorchAllToAllDispatcher(Dispatcher):
     def build(cls, setup: DispatchSetup) -> Dispatcher:
         return cls(
             setup.communicator,
-            num_experts=setup.num_experts,
+            setup.places,
             hidden_size=setup.budget.hidden_size,
             dtype=setup.dtype,
             top_k=setup.budget.top_k,
@@ -140,7 +133,7 @@ class TorchAllToAllDispatcher(Dispatcher):
         group.all_to_all(packed_R, packed_S, received, sent)
 
         x_RD, ids_RK, weights_RK = unpack(packed_R, columns)
-        ids_RK = self._numbers.index_select(0, ids_RK.flatten()).view_as(ids_RK)
+        ids_RK = look_up(self._places.slot_of_expert, ids_RK)
         exchange = _Exchange(sent, received, places_S, len(x_TD))
         return Dispatched(x_RD, ids_RK, weights_RK, exchange)
 
@@ -167,7 +160,7 @@ class TorchAllToAllDispatcher(Dispatcher):
 
         Rows past ``num_tokens`` go nowhere.
         """
-        ranks_TK = self._ranks.index_select(0, ids_TK.flatten()).view_as(ids_TK)
+        ranks_TK = look_up(self._places.rank_of_expert, ids_TK)
         is_sent = ranks_TK.new_zeros(self._num_ranks + 1, len(ranks_TK))
         is_sent.scatter_(0, ranks_TK.t(), 1)  # E is with rank W
         is_sent[:, num_tokens:] = 0

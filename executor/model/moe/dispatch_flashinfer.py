@@ -17,6 +17,7 @@ from executor.budget.token_budget import TokenBudget, check_flashinfer_a2a
 from executor.model.flashinfer.all_to_all import AllToAll, AllToAllSizes
 from executor.model.flashinfer.payloads import PAYLOADS, Payload
 from executor.model.moe.layer import Dispatched, Dispatcher, DispatchSetup
+from executor.parallel.expert_places import ExpertPlaces, look_up
 from executor.parallel.layout import DpLayout
 from executor.parallel.process_groups import EpochGroups
 
@@ -26,6 +27,7 @@ class FlashInferDispatcher(Dispatcher):
 
     Args:
         all_to_all: For sizes as large as any pass.
+        places: Of experts on its ranks.
         device: Where rows are. It must be the current one of the thread that joins and steps.
         payload: How rows are sent; None: as they are.
         payload_in_workspace: Whether to offer runners the place where peers read results. One that
@@ -35,6 +37,7 @@ class FlashInferDispatcher(Dispatcher):
     def __init__(
         self,
         all_to_all: AllToAll,
+        places: ExpertPlaces,
         *,
         device: torch.device,
         payload: Payload | None = None,
@@ -44,21 +47,12 @@ class FlashInferDispatcher(Dispatcher):
         sizes = all_to_all.sizes
         self.max_rows = sizes.ep_size * sizes.max_num_tokens
         self.workspace_bytes = sizes.bytes_per_rank
-        num_experts, num_local = sizes.num_experts, sizes.num_experts // sizes.ep_size
-        first = all_to_all.ep_rank * num_local
         self._all_to_all = all_to_all
+        self._places = places
         self._bound = bound
         self._device = device
-        self._num_experts = num_experts
         self._payload = payload or Payload(sizes.dtype, device)
         self._in_place = payload_in_workspace
-        # By expert, and by E for padding: where a row is sent for it, and its number on this rank.
-        routes = torch.arange(num_experts + 1, dtype=torch.int32)
-        routes[num_experts] = first
-        local = torch.full((num_experts + 1,), num_local, dtype=torch.int32)
-        local[first : first + num_local] = torch.arange(num_local, dtype=torch.int32)
-        self._routes = routes.to(device)
-        self._local = local.to(device)
 
     @classmethod
     def check(cls, budget: TokenBudget) -> None:
@@ -75,7 +69,8 @@ class FlashInferDispatcher(Dispatcher):
             )
         sizes = AllToAllSizes(
             ep_size=budget.ep_size,
-            num_experts=setup.num_experts,
+            num_experts=setup.places.num_experts,
+            num_slots=setup.places.num_slots,
             top_k=budget.top_k,
             hidden_size=budget.hidden_size,
             dtype=setup.dtype,
@@ -84,7 +79,13 @@ class FlashInferDispatcher(Dispatcher):
         )
         all_to_all = AllToAll(setup.ops, sizes, setup.communicator.topology.ep_rank)
         payload = PAYLOADS[budget.quantized_dispatch or "off"](setup.dtype, setup.device)
-        return cls(all_to_all, device=setup.device, payload=payload, bound=a2a_bound(budget))
+        return cls(
+            all_to_all,
+            setup.places,
+            device=setup.device,
+            payload=payload,
+            bound=a2a_bound(budget),
+        )
 
     def lines(self) -> tuple[BudgetLine, ...]:
         tokens = self._all_to_all.sizes.max_num_tokens
@@ -115,17 +116,17 @@ class FlashInferDispatcher(Dispatcher):
             return Dispatched(x_TD, ids_TK, weights_TK)
         if layout.shard_num_tokens < len(x_TD):
             ids_TK = ids_TK.clone()
-            ids_TK[layout.shard_num_tokens :] = self._num_experts
+            ids_TK[layout.shard_num_tokens :] = self._places.num_experts
         received = self._all_to_all.dispatch(
             self._payload.pack(x_TD),
             ids_TK,
             weights_TK,
-            routes_TK=_look_up(self._routes, ids_TK),
+            routes_TK=look_up(self._places.route_of_expert, ids_TK),
             capacity=capacity,
         )
         return Dispatched(
             self._payload.unpack(received.parts),
-            _look_up(self._local, received.ids),
+            look_up(self._places.slot_of_expert, received.ids),
             received.weights,
             handle=received,
             out_RD=received.out if self._in_place else None,
@@ -135,8 +136,3 @@ class FlashInferDispatcher(Dispatcher):
         if dispatched.handle is None:
             return y_RD
         return self._all_to_all.combine(y_RD, dispatched.handle)
-
-
-def _look_up(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Returns ids, replaced by what the table says. One kernel."""
-    return table.index_select(0, ids.flatten()).view_as(ids)

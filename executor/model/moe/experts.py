@@ -16,6 +16,7 @@ from executor.model.moe.layer import ExpertBiases, StackedMoERunner
 from executor.model.spec import ActivationSpec, MoeSpec
 from executor.model.weights import KeptAs, KeptWeight, Part, Target, Weight, WeightGroup
 from executor.parallel.layout import Topology, share_of
+from protos.executor.placement import GHOST
 
 T = TypeVar("T")
 
@@ -29,12 +30,12 @@ class ExpertShare:
     """What one executor holds of a layer's experts.
 
     Attributes:
-        experts: Their numbers.
+        slots: The expert in each of its slots, or GHOST.
         columns: Which hidden columns it holds of each.
         intermediate_size: All hidden columns of an expert.
     """
 
-    experts: range
+    slots: tuple[int, ...]
     columns: range
     intermediate_size: int
 
@@ -47,7 +48,7 @@ class ExpertShare:
             spec: Of the layer.
 
         Raises:
-            ValueError: Experts or columns do not divide. Says which sizes there could be.
+            ValueError: Columns do not divide. Says which sizes there could be.
         """
         columns = share_of(
             "moe_intermediate_size",
@@ -55,7 +56,7 @@ class ExpertShare:
             topology.moe_tp_rank,
             topology.moe_tp_size,
         )
-        return cls(topology.local_experts(spec.num_experts), columns, spec.intermediate_size)
+        return cls(topology.expert_slots(spec.num_experts), columns, spec.intermediate_size)
 
     @property
     def adds_down_bias(self) -> bool:
@@ -100,8 +101,10 @@ class ExpertShare:
         return targets
 
 
-class Experts:
-    """All experts' weights in two tensors, which what runs them arranges for itself.
+class ExpertSlots:
+    """Weights of all slots in two tensors, which what runs them arranges for itself.
+
+    A ghost's are whatever was in that memory, and are not read.
 
     Args:
         spec: The layer's.
@@ -131,7 +134,7 @@ class Experts:
     ) -> None:
         self._share = share
         self._sizes = size, hidden = len(share.columns), hidden_size
-        count = len(share.experts)
+        count = len(share.slots)
         self._w13: Weight
         self._w2: Weight
         if kept_as is None:
@@ -149,11 +152,24 @@ class Experts:
             self._biases = ExpertBiases(b13, b13.new_zeros(count, hidden))
         self.runner = kind(self._w13, self._w2, tool, spec.activation, self._biases)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots."""
+        weights = [self._w13, self._w2, *(self._biases or ())]
+        return sum(
+            weight.numbers.nbytes + weight.scales.nbytes
+            if isinstance(weight, KeptWeight)
+            else weight.nbytes
+            for weight in weights
+        )
+
     def weight_groups(self, prefix: str) -> list[WeightGroup]:
         """Returns what the checkpoint must hold, under ``{prefix}{expert}.``."""
         size, hidden = self._sizes
         groups = []
-        for i, expert in enumerate(self._share.experts):
+        for i, expert in enumerate(self._share.slots):
+            if expert == GHOST:
+                continue
             w13, w2 = self._w13[i], self._w2[i]
             gate, up = (_crop(half, size, hidden) for half in self._gate_up(_halves(w13)))
             targets = self._share.targets(prefix, expert, gate, up, _crop(w2, hidden, size))

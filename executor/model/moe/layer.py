@@ -9,7 +9,7 @@ with any runner: Dispatched is all they share.
 
 Dimensions, here and in the files beside this one:
     T tokens on this rank    R rows received for this rank's experts    D model
-    E experts, all ranks     L experts on this rank                     F expert hidden
+    E experts, all ranks     L expert slots on this rank                F expert hidden
     K experts per token      P pairs of a row and one of its experts on this rank
 """
 
@@ -26,6 +26,7 @@ from executor.model.moe.routing import Router
 from executor.model.moe.shared import SharedExpert
 from executor.model.weights import KeptWeight, Weight
 from executor.parallel.communicators import DpCommunicator
+from executor.parallel.expert_places import ExpertPlaces
 from executor.parallel.layout import DpLayout
 from executor.parallel.process_groups import EpochGroups
 
@@ -36,7 +37,7 @@ class Dispatched:
 
     Attributes:
         x_RD: Hidden states. The last dimension is dense; rows may be strided.
-        topk_ids_RK: int32 expert numbers on this rank, 0 to L - 1; L where it is elsewhere or
+        topk_ids_RK: int32 slots of experts on this rank, 0 to L - 1; L where it is elsewhere or
             the row is padding.
         topk_weights_RK: float32 routing weights.
         handle: The dispatcher's own note to ``combine``.
@@ -66,7 +67,7 @@ class DispatchSetup:
     Attributes:
         communicator: Joins the ranks.
         budget: The most of a step.
-        num_experts: E.
+        places: Of experts on the ranks.
         dtype: Type of the hidden states.
         device: Where the tensors live.
         ops: FlashInfer; None where it does not run.
@@ -74,7 +75,7 @@ class DispatchSetup:
 
     communicator: DpCommunicator
     budget: TokenBudget
-    num_experts: int
+    places: ExpertPlaces
     dtype: torch.dtype
     device: torch.device
     ops: FlashInferOps | None = None

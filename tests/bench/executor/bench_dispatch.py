@@ -22,6 +22,7 @@ from executor.model.moe.dispatch_all_gather import AllGatherDispatcher
 from executor.model.moe.dispatch_all_to_all import TorchAllToAllDispatcher
 from executor.model.moe.layer import Dispatcher
 from executor.parallel.communicators import DpCommunicator
+from executor.parallel.expert_places import ExpertPlaces
 from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
 from executor.parallel.process_groups import join_group
 from tests.bench.support.options import parse_options
@@ -73,9 +74,10 @@ def measure(rank: int, port: int, world_size: int, rounds: int) -> dict[str, Tim
 
 def one_size(communicator: DpCommunicator, counts: tuple[int, ...], rounds: int) -> Times:
     topology = communicator.topology
-    all_gather = AllGatherDispatcher(communicator, topology.local_experts(EXPERTS))
+    places = ExpertPlaces.of(topology, EXPERTS)
+    all_gather = AllGatherDispatcher(communicator, places)
     all_to_all = TorchAllToAllDispatcher(
-        communicator, num_experts=EXPERTS, hidden_size=HIDDEN, dtype=DTYPE, top_k=TOP_K
+        communicator, places, hidden_size=HIDDEN, dtype=DTYPE, top_k=TOP_K
     )
     max_len, sum_len = (DpLayout(counts, mode, topology.dp_rank) for mode in DpPaddingMode)
     spread, near = (routes(max_len.num_tokens, is_near=is_near) for is_near in (False, True))

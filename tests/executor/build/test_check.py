@@ -65,7 +65,7 @@ def test_an_executor_holds_what_the_check_said(model: Path) -> None:
     assert bytes_of(alone["KV per token"]) == pool.all_bytes_per_block // 16
     fits, shared = check_lines(model=model, attn_tp_size=2)
     assert fits
-    assert shared["experts"] == "4 of 8, each shared by 1 executors"
+    assert shared["experts"] == "4 of 8 in 4 slots, each shared by 1 executors"
     assert bytes_of(shared["KV per token"]) == bytes_of(alone["KV per token"]) // 2
     assert bytes_of(shared["weights"]) < bytes_of(alone["weights"])
 
@@ -185,9 +185,12 @@ def test_int8_must_fit_the_draft_as_well(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_is_refused_is_said_after_what_is_known(model: Path) -> None:
-    fits, lines = check_lines(model=model, dp_size=3)
+    fits, lines = check_lines(model=model, dp_size=3, dp_rank=2)
+    assert fits
+    assert lines["experts"] == "2 of 8 in 3 slots, each shared by 1 executors"
+    fits, lines = check_lines(model=model, dp_size=7, ep_size=1)
     assert not fits
-    assert "ep_size=3: num_experts=8 does not divide" in lines["refused"]
+    assert "ep_size=1: moe_intermediate_size=" in lines["refused"]
     (model / "model.safetensors").unlink()
     fits, lines = check_lines(model=model)
     assert not fits

@@ -11,6 +11,7 @@ from executor.parallel.layout import (
     require_mlp_tp_gather,
     share_of,
 )
+from protos.executor.placement import GHOST
 from tests.executor.support.ranks.rank_threads import topologies
 
 
@@ -23,13 +24,18 @@ def test_world_ranks_count_up_through_attention_tp_first():
     assert [place.world_rank for place in places(3, 2)] == list(range(6))
 
 
+@pytest.mark.parametrize("num_experts", [24, 8, 13, 5])
 @pytest.mark.parametrize("ep_size", [1, 2, 3, 4, 6, 12, None])
-def test_every_share_of_every_expert_is_on_exactly_one_executor(ep_size: int | None):
+def test_every_share_of_every_expert_is_on_exactly_one_executor(
+    ep_size: int | None, num_experts: int
+):
     group = places(4, 3, ep_size)
-    held = [(expert, place.moe_tp_rank) for place in group for expert in place.local_experts(24)]
-    assert sorted(held) == [
-        (expert, share) for expert in range(24) for share in range(group[0].moe_tp_size)
+    slots = [(place, place.expert_slots(num_experts)) for place in group]
+    held = [(expert, place.moe_tp_rank) for place, own in slots for expert in own]
+    assert sorted(pair for pair in held if pair[0] != GHOST) == [
+        (expert, share) for expert in range(num_experts) for share in range(group[0].moe_tp_size)
     ]
+    assert len({len(own) for _, own in slots}) == 1
 
 
 @pytest.mark.parametrize(
@@ -47,13 +53,6 @@ def test_every_share_of_every_expert_is_on_exactly_one_executor(ep_size: int | N
 def test_a_place_that_cannot_be_is_refused_with_what_could(sizes: dict[str, int], problem: str):
     with pytest.raises(ValueError, match=problem):
         Topology(**sizes)
-
-
-def test_experts_that_do_not_divide_are_refused_with_sizes_that_do():
-    with pytest.raises(ValueError, match=r"ep_size=4: 6 experts do not divide .* use 2$"):
-        Topology(dp_size=4).local_experts(6)
-    with pytest.raises(ValueError, match=r"ep_size=8: 4 experts .* use 4$"):
-        Topology(dp_size=8).local_experts(4)
 
 
 def test_shares_are_equal_runs_and_an_uneven_size_is_named():

@@ -1,10 +1,13 @@
-"""Models described for tests."""
+"""Models described for tests, and ghosts among their experts."""
 
 from dataclasses import replace
 
 import torch
 
+from executor.model.moe.experts import ExpertSlots
 from executor.model.spec import GqaSpec, LayerSpec, ModelSpec, MoeSpec, QkNorm, RopeSpec, RouterSpec
+from executor.model.weights import KeptWeight
+from protos.executor.placement import GHOST
 
 
 def new_spec(
@@ -58,6 +61,20 @@ def with_heads(spec: ModelSpec, **sizes: int) -> ModelSpec:
 def with_experts(spec: ModelSpec, **sizes: int) -> ModelSpec:
     """Returns a model whose layers' experts have other sizes."""
     return _with_layers(spec, "feed_forward", **sizes)
+
+
+def poison_ghosts(experts: ExpertSlots) -> int:
+    """Makes what lies in slots without an expert NaN. Returns how many there are."""
+    weights = [experts._w13, experts._w2, *(experts._biases or ())]
+    ghosts = [slot for slot, expert in enumerate(experts._share.slots) if expert == GHOST]
+    for weight in weights:
+        parts = (weight.numbers, weight.scales) if isinstance(weight, KeptWeight) else (weight,)
+        for part in parts:
+            if part.is_floating_point():
+                part[ghosts] = torch.nan
+            elif part.dtype is torch.uint8:
+                part[ghosts] = 254  # the largest scale of MXFP4
+    return len(ghosts)
 
 
 def _with_layers(spec: ModelSpec, part: str, **sizes: int) -> ModelSpec:

@@ -28,6 +28,7 @@ from tests.executor.support.flashinfer.expert_rows import (
     experts,
     fitting,
     layouts_of,
+    places_of,
     random_rows,
 )
 from tests.gpu.support.cases import largest_error
@@ -39,8 +40,9 @@ MOST_ROWS = 12  # of a rank; eight ranks have 96 blocks, an H100 or H200 runs 13
 OFF = 0.01  # of a row's length: results are rounded to bfloat16 on each rank, and their sum again
 # ep_size, top_k, hidden size, experts: a kernel for every top_k, another one for 4 ranks.
 SHAPES = [(1, 2, 64, 8), (2, 1, 40, 8), (3, 4, 64, 12), (4, 8, 128, 32), (8, 8, 2048, 128)]
+SHAPES += [(3, 2, 64, 8), (5, 8, 64, 128)]  # with ghosts
 if IS_STAND_IN:
-    SHAPES = [(1, 2, 8, 8), (2, 1, 5, 8), (4, 6, 8, 16)]
+    SHAPES = [(1, 2, 8, 8), (2, 1, 5, 8), (4, 6, 8, 16), (3, 2, 8, 8)]
 
 
 def sizes_of(ep_size: int, top_k: int, hidden_size: int, num_experts: int) -> AllToAllSizes:
@@ -115,7 +117,10 @@ class Ranks:
         for rank in range(sizes.ep_size):
             all_to_all = AllToAll(ops, sizes, rank)
             all_to_all.attach(workspace)
-            dispatchers.append(FlashInferDispatcher(all_to_all, device=self._machine.device))
+            places = places_of(sizes, rank, self._machine.device)
+            dispatchers.append(
+                FlashInferDispatcher(all_to_all, places, device=self._machine.device)
+            )
         return dispatchers
 
     def _warm_up(self, ops: FlashInferOps) -> None:

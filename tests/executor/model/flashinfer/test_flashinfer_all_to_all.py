@@ -34,6 +34,7 @@ from tests.executor.support.flashinfer.expert_rows import (
     experts,
     fitting,
     layouts_of,
+    places_of,
     random_rows,
 )
 
@@ -52,8 +53,10 @@ class Ranks:
         for kernels in self.kernels:
             kernels.attach(workspace)
         self.dispatchers = [
-            FlashInferDispatcher(kernels, device=CPU, payload_in_workspace=in_place)
-            for kernels in self.kernels
+            FlashInferDispatcher(
+                kernels, places_of(sizes, rank), device=CPU, payload_in_workspace=in_place
+            )
+            for rank, kernels in enumerate(self.kernels)
         ]
 
     def run(self, rows: Sequence[Rows], layouts: Sequence[DpLayout]) -> list[torch.Tensor]:
@@ -85,6 +88,9 @@ class Ranks:
         {"ep_size": 3, "hidden_size": 5, "top_k": 2},
         {"ep_size": 2, "dtype": torch.bfloat16, "hidden_size": 7, "top_k": 1},
         {"ep_size": 12, "max_num_tokens": 1},
+        {"ep_size": 3, "num_experts": 8, "top_k": 2},
+        {"ep_size": 5, "num_experts": 8},
+        {"ep_size": 8, "num_experts": 5, "top_k": 4},
     ],
 )
 def test_all_sizes_agree_with_one_rank(library: CpuFlashInfer, changes: dict[str, Any]) -> None:
@@ -280,7 +286,7 @@ def test_after_a_failed_step_the_next_epoch_starts_afresh(library: CpuFlashInfer
         ({"top_k": 20}, "per_tok=20: .*nearest are for 18 and 22"),
         ({"top_k": 23}, r"per_tok=23: .*nearest are for 22\); use moe_a2a=none"),
         ({"top_k": 0}, r"per_tok=0: .*nearest are for 1\)"),
-        ({"num_experts": 13}, "num_experts=13 do not divide among ep_size=3"),
+        ({"num_experts": 13}, "num_experts=13 do not fit num_slots=4 on each of ep_size=3"),
         ({"max_num_tokens": 0}, "max_num_tokens=0: need at least 1"),
     ],
 )
@@ -291,7 +297,7 @@ def test_what_the_kernels_cannot_do_is_refused(changes: dict[str, Any], message:
 
 @pytest.mark.parametrize("top_k", A2A_TOP_KS)
 def test_every_number_of_experts_that_is_built_is_taken(top_k: int) -> None:
-    replace(SIZES, top_k=top_k, num_experts=24)
+    replace(SIZES, top_k=top_k, num_experts=24, num_slots=8)
 
 
 def test_a_workspace_that_is_too_small_is_refused(library: CpuFlashInfer) -> None:

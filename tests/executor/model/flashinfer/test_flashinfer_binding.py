@@ -98,6 +98,7 @@ def call_all_to_all(ops: FlashInferOps) -> None:
     sizes = AllToAllSizes(
         ep_size=1,
         num_experts=2,
+        num_slots=2,
         top_k=2,
         hidden_size=4,
         dtype=torch.bfloat16,

@@ -29,6 +29,7 @@ from tests.executor.support.flashinfer.expert_rows import (
     experts,
     fitting,
     layouts_of,
+    places_of,
     random_rows,
 )
 from tests.executor.support.ranks.ranks import join, run_ranks, topology_of
@@ -157,7 +158,10 @@ def serve(process: int, port: int, plan: list[tuple[int | None, ...]]) -> list[t
                 all_to_all = AllToAll(ops, SIZES, rank)
                 all_to_all._shared = workspace  # one per process, also if its rank changes
                 made[rank] = FlashInferDispatcher(
-                    all_to_all, device=torch.device("cpu"), payload_in_workspace=False
+                    all_to_all,
+                    places_of(SIZES, rank),
+                    device=torch.device("cpu"),
+                    payload_in_workspace=False,
                 )
             before = workspace.tensor
             with joined(port, epoch, rank, 2) as groups:

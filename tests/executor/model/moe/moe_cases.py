@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from executor.model.cpu_kernels.library import load
 from executor.model.decoder.kernels import Kernels, cpu_kernels, stacked_kernels
 from executor.model.flashinfer.operators import FlashInferOps
-from executor.model.moe.experts import Experts
+from executor.model.moe.experts import ExpertSlots
 from executor.model.moe.layer import Dispatched, MoERunner
 from executor.model.spec import ClampedSwiGlu, ModelSpec, MoeSpec
 from executor.model.weights.targets import Cut
@@ -82,7 +82,7 @@ class Kind:
 
     def new(
         self, model: ModelSpec, ops: FlashInferOps | None, topology: Topology, **spec: Any
-    ) -> Experts:
+    ) -> ExpertSlots:
         """Returns an executor's experts, not filled yet. ``spec`` are fields of their MoeSpec."""
         return self.new_kernels(model, ops).new_experts(moe_spec(model, **spec), topology)
 
@@ -116,7 +116,7 @@ def biases(dtype: torch.dtype, num_experts: int = NUM_EXPERTS) -> Tensors:
     }
 
 
-def fill(layer: Experts, tensors: Tensors) -> None:
+def fill(layer: ExpertSlots, tensors: Tensors) -> None:
     """Fills experts in place of the loader."""
     for group in layer.weight_groups(PREFIX):
         for source, target in group.targets.items():

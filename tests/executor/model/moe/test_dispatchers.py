@@ -14,6 +14,7 @@ from executor.model.moe.dispatch import DISPATCHERS, new_dispatcher, require_cap
 from executor.model.moe.dispatch_all_to_all import TorchAllToAllDispatcher
 from executor.model.moe.layer import Dispatcher, DispatchSetup
 from executor.parallel.communicators import DpCommunicator
+from executor.parallel.expert_places import ExpertPlaces
 from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
 from executor.parallel.process_groups import EpochGroups
 from tests.executor.model.moe.dispatch_cases import (
@@ -42,7 +43,7 @@ KINDS = {
     "by phase": ("torch", "all-gather"),
 }
 # DP ranks and attention-TP executors of each.
-ARRANGEMENTS = {2: [(2, 1), (1, 2)], 4: [(2, 2), (4, 1)]}
+ARRANGEMENTS = {2: [(2, 1), (1, 2)], 3: [(3, 1)], 4: [(2, 2), (4, 1)]}
 CPU = torch.device("cpu")
 
 Runs = list[list[Observed]]  # by pass, by executor
@@ -73,7 +74,11 @@ def setup_of(communicator: DpCommunicator, dtype: torch.dtype) -> DispatchSetup:
         top_k=TOP_K,
     )
     return DispatchSetup(
-        communicator=communicator, budget=budget, num_experts=EXPERTS, dtype=dtype, device=CPU
+        communicator=communicator,
+        budget=budget,
+        places=ExpertPlaces.of(communicator.topology, EXPERTS),
+        dtype=dtype,
+        device=CPU,
     )
 
 
@@ -209,7 +214,11 @@ def alone() -> tuple[TorchAllToAllDispatcher, DpCommunicator]:
     """Returns an all-to-all in one process, and the communicator whose group it uses."""
     communicator = new_communicator(Topology(), torch.float32)
     dispatcher = TorchAllToAllDispatcher(
-        communicator, num_experts=EXPERTS, hidden_size=HIDDEN, dtype=torch.float32, top_k=TOP_K
+        communicator,
+        ExpertPlaces.of(Topology(), EXPERTS),
+        hidden_size=HIDDEN,
+        dtype=torch.float32,
+        top_k=TOP_K,
     )
     rejoin(communicator)
     return dispatcher, communicator

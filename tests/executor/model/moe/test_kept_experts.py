@@ -14,15 +14,16 @@ from safetensors.torch import save_file
 from executor.model.decoder import kernels
 from executor.model.decoder.kernels import cpu_kernels, stacked_kernels
 from executor.model.flashinfer.operators import FlashInferOps
-from executor.model.moe.experts import Experts
+from executor.model.moe.experts import ExpertSlots
 from executor.model.moe.layer import Dispatched
 from executor.model.spec import ClampedSwiGlu, MoeSpec
 from executor.model.weights import Format, Source, WeightGroup, load_weights
 from executor.model.weights.formats import Fp8Format, Mxfp4Format
 from executor.model.weights.kept import Keeping
 from executor.parallel.layout import Topology
+from protos.executor.placement import GHOST
 from tests.executor.model.weights.quantised import fp8, mxfp4
-from tests.executor.support.experts import new_spec
+from tests.executor.support.experts import new_spec, poison_ghosts
 from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer
 
 CPU = torch.device("cpu")
@@ -74,7 +75,7 @@ def source(name: str) -> str | Source:
     )
 
 
-def load(experts: Experts, folder: Path, name: str) -> Experts:
+def load(experts: ExpertSlots, folder: Path, name: str) -> ExpertSlots:
     groups = experts.weight_groups("experts.")
     if name == "mxfp4":
         groups = [
@@ -87,7 +88,7 @@ def load(experts: Experts, folder: Path, name: str) -> Experts:
 
 def both(
     ops: FlashInferOps, folder: Path, name: str, topology: Topology | None = None
-) -> tuple[Experts, Experts]:
+) -> tuple[ExpertSlots, ExpertSlots]:
     """Returns an executor's experts, kept and dequantised in float32."""
     weight_format, d, f, fields = KINDS[name]
     save(folder, name)
@@ -122,7 +123,7 @@ def routed(num_rows: int, width: int, num_local: int = NUM_EXPERTS) -> Dispatche
     return Dispatched(x, choices[:, :TOP_K].int(), torch.rand(num_rows, TOP_K, generator=generator))
 
 
-def assert_alike(kept: Experts, plain: Experts, dispatched: Dispatched) -> None:
+def assert_alike(kept: ExpertSlots, plain: ExpertSlots, dispatched: Dispatched) -> None:
     y = kept.runner.run(dispatched)
     in_float32 = replace(dispatched, x_RD=dispatched.x_RD.float(), out_RD=None)
     expected = plain.runner.run(in_float32)
@@ -147,15 +148,24 @@ def test_kept_experts_compute_what_dequantised_ones_do(
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize(
     "topology",
-    [Topology(dp_rank=1, dp_size=2), Topology(dp_rank=1, dp_size=2, ep_size=1)],
-    ids=["its experts", "its part of each"],
+    [
+        Topology(dp_rank=1, dp_size=2),
+        Topology(dp_rank=1, dp_size=2, ep_size=1),
+        Topology(dp_rank=2, dp_size=3),
+    ],
+    ids=["its experts", "its part of each", "its one expert, and a ghost"],
 )
 def test_an_executor_keeps_its_share(
     topology: Topology, name: str, ops: FlashInferOps, tmp_path: Path
 ) -> None:
     kept, plain = both(ops, tmp_path, name, topology)
-    num_local = len(topology.local_experts(NUM_EXPERTS))
-    assert_alike(kept, plain, routed(9, KINDS[name][1], num_local))
+    slots = topology.expert_slots(NUM_EXPERTS)
+    dispatched = routed(9, KINDS[name][1], len(slots))
+    if num_ghosts := slots.count(GHOST):
+        assert {poison_ghosts(kept), poison_ghosts(plain)} == {num_ghosts}
+        ids = dispatched.topk_ids_RK
+        ids[ids == len(slots) - num_ghosts] = len(slots)
+    assert_alike(kept, plain, dispatched)
 
 
 def test_fp8_experts_get_no_more_rows_than_their_kernel_takes(

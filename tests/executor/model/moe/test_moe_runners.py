@@ -18,6 +18,7 @@ from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.moe import runner_grouped
 from executor.model.moe.runner_grouped import GroupedMMRunner
 from executor.model.weights import load_weights
+from executor.parallel.expert_places import ExpertPlaces, look_up
 from executor.parallel.layout import Topology
 from tests.executor.model.moe.moe_cases import (
     CASES,
@@ -42,6 +43,7 @@ from tests.executor.model.moe.moe_cases import (
     new_runner,
     routed,
 )
+from tests.executor.support.experts import poison_ghosts
 from tests.executor.support.recording.recording_backend import RecordingBackend
 
 EVERY_WAY = pytest.mark.parametrize(("name", "dtype"), OPTIONS.values(), ids=OPTIONS)
@@ -164,47 +166,54 @@ def test_kernels_without_biases_refuse_them_and_name_others(ops_of: Any) -> None
 # Shares of experts.
 
 
-@pytest.mark.parametrize("ep_size", [1, 2, 4])
+# Executors and EP ranks that share 8 experts, and the experts of each executor.
+EVEN = {(4, 1): [2] * 4, (4, 2): [2] * 4, (4, 4): [2] * 4}
+UNEVEN = {(3, 3): [3, 3, 2], (6, 3): [1.5, 1.5, 1.5, 1.5, 1, 1], (9, 9): [1] * 8 + [0]}
+SHARED = pytest.mark.parametrize("sizes", EVEN | UNEVEN, ids=str)
+
+
+@SHARED
 @EVERY_WAY
 def test_executors_that_share_experts_add_up_to_all_of_them(
-    name: str, dtype: torch.dtype, ep_size: int, ops_of: Any, tmp_path: Path
+    name: str, dtype: torch.dtype, sizes: tuple[int, int], ops_of: Any, tmp_path: Path
 ) -> None:
-    """Each of four loads its part of a checkpoint, and sees experts elsewhere as one number."""
-    sizes = add_up(KINDS[name], checkpoint(dtype, 8), ep_size, ops_of(name), tmp_path)
-    assert sizes == {8 * 3 * D * FF // 4}, "every executor holds as much"
+    """Each loads its part of a checkpoint, and sees experts elsewhere as one number."""
+    counts = add_up(KINDS[name], checkpoint(dtype, 8), sizes, ops_of(name), tmp_path)
+    assert counts == [3 * D * FF * share for share in (EVEN | UNEVEN)[sizes]]
 
 
-@pytest.mark.parametrize("ep_size", [1, 2])
+@SHARED
 @BIASED_WAYS
 def test_executors_that_share_biased_experts_add_each_bias_once(
-    name: str, dtype: torch.dtype, ep_size: int, ops_of: Any, tmp_path: Path
+    name: str, dtype: torch.dtype, sizes: tuple[int, int], ops_of: Any, tmp_path: Path
 ) -> None:
     tensors = checkpoint(dtype, 8) | biases(dtype, 8)
-    add_up(KINDS[name], tensors, ep_size, ops_of(name), tmp_path, **BIASED)
+    add_up(KINDS[name], tensors, sizes, ops_of(name), tmp_path, **BIASED)
 
 
 def add_up(
-    kind: Kind, tensors: Tensors, ep_size: int, ops: Any, path: Path, **spec: Any
-) -> set[int]:
-    """Compares the sum over four executors; returns how many numbers they loaded."""
+    kind: Kind, tensors: Tensors, sizes: tuple[int, int], ops: Any, path: Path, **spec: Any
+) -> list[int]:
+    """Compares the sum over executors; returns how many numbers each loaded. Ghosts are NaN."""
     num_experts, dtype = 8, next(iter(tensors.values())).dtype
     save_file(tensors, path / "model.safetensors")
     rows = routed(11, 0, num_experts + 1, dtype)
     total = torch.zeros(11, D, dtype=torch.float64)
-    sizes = set()
-    for rank in range(4):
-        topology = Topology(dp_rank=rank, dp_size=4, ep_size=ep_size)
+    counts = []
+    dp_size, ep_size = sizes
+    for rank in range(dp_size):
+        topology = Topology(dp_rank=rank, dp_size=dp_size, ep_size=ep_size)
         layer = kind.new(config(dtype, num_experts), ops, topology, **spec)
         groups = layer.weight_groups(PREFIX)
-        sizes.add(sum(_numel(target) for group in groups for target in group.targets.values()))
+        counts.append(sum(_numel(target) for group in groups for target in group.targets.values()))
         load_weights(path, groups, skipped=lambda _: True)
-        local = topology.local_experts(num_experts)
-        ids = rows.topk_ids_RK - local.start
-        ids[(ids < 0) | (ids >= len(local))] = len(local)
+        poison_ghosts(layer)
+        places = ExpertPlaces.of(topology, num_experts)
+        ids = look_up(places.slot_of_expert, rows.topk_ids_RK)
         total += layer.runner.run(replace(rows, topk_ids_RK=ids)).double()
     tolerance = TOLERANCES[dtype] * (1 if dtype == torch.float32 else 2)
     torch.testing.assert_close(total, authority(tensors, rows), atol=tolerance, rtol=tolerance)
-    return sizes
+    return counts
 
 
 def _numel(target: Any) -> int:
@@ -216,8 +225,6 @@ def test_experts_that_cannot_be_shared_name_sizes_that_could(name: str, ops_of: 
     model = config(torch.bfloat16, 8, intermediate_size=96)
     with pytest.raises(ValueError, match=r"intermediate_size=96 .* 5 executors: use 4 or 6"):
         KINDS[name].new(model, ops_of(name), Topology(dp_size=5, ep_size=1))
-    with pytest.raises(ValueError, match=r"ep_size=3: 8 experts do not divide .*; use 1"):
-        KINDS[name].new(model, ops_of(name), Topology(dp_size=3))
 
 
 # In graphs.

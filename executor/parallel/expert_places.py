@@ -1,0 +1,74 @@
+"""Tables of experts' places: which EP rank holds each expert, and in which of its slots.
+
+    slots        rank 0  [0 1 2]    rank 1  [3 4 5]    rank 2  [6 7 -]
+
+    by expert    0  1  2  3  4  5  6  7  8 = none
+    rank         0  0  0  1  1  1  2  2  3
+    route        0  1  2  3  4  5  6  7  3    rank * 3 + slot; a row without an expert stays on its rank
+    slot         3  3  3  0  1  2  3  3  3    on rank 1; elsewhere is 3
+
+Dispatchers read them by expert id, at addresses that stay, so that graphs find another map there.
+"""
+
+import torch
+
+from executor.parallel.layout import Topology
+from protos.executor.placement import GHOST, SlotMap
+
+
+class ExpertPlaces:
+    """Places of E experts in the S slots of each EP rank, as seen from one of them.
+
+    Args:
+        slot_map: Of all ranks, each expert of 0 to E - 1 in one slot.
+        ep_rank: This one.
+        device: Where the tables live.
+
+    Attributes:
+        num_experts: E.
+        num_slots: S, of each rank.
+        ep_size: W, EP ranks.
+        rank_of_expert: int64 [E + 1], the rank that holds it; W for E, which is no expert.
+        route_of_expert: int32 [E + 1], rank * S + slot; for E the first slot of this rank.
+        slot_of_expert: int32 [E + 1], the slot of this rank that holds it; S for all others.
+        is_in_order: Whether this rank has all experts, in order of their numbers, so that each is the
+            number of its slot.
+    """
+
+    def __init__(self, slot_map: SlotMap, ep_rank: int, device: torch.device | str = "cpu") -> None:
+        self.ep_size, self.num_slots = len(slot_map), len(slot_map[0])
+        held = [
+            (expert, rank, slot)
+            for rank, slots in enumerate(slot_map)
+            for slot, expert in enumerate(slots)
+            if expert != GHOST
+        ]
+        self.num_experts = len(held)
+        ranks = torch.full((self.num_experts + 1,), self.ep_size)
+        slots = torch.full((self.num_experts + 1,), self.num_slots, dtype=torch.int32)
+        routes = torch.full_like(slots, ep_rank * self.num_slots)
+        for expert, rank, slot in held:
+            ranks[expert], routes[expert] = rank, rank * self.num_slots + slot
+            if rank == ep_rank:
+                slots[expert] = slot
+        self.rank_of_expert = ranks.to(device)
+        self.route_of_expert = routes.to(device)
+        self.slot_of_expert = slots.to(device)
+        self.is_in_order = slot_map[ep_rank] == tuple(range(self.num_experts))
+
+    @classmethod
+    def of(
+        cls, topology: Topology, num_experts: int, device: torch.device | str = "cpu"
+    ) -> "ExpertPlaces":
+        """Returns the places in a group whose executors have held their share from the start."""
+        return cls(topology.slot_map(num_experts), topology.ep_rank, device)
+
+
+def look_up(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Returns ids, replaced by what the table says. One kernel.
+
+    Args:
+        table: [N].
+        ids: int32 of any shape, 0 to N - 1.
+    """
+    return table.index_select(0, ids.flatten()).view_as(ids)
