@@ -43,8 +43,9 @@ class ExecutorConfig(ServiceConfig):
     attn_tp_size: int = 1
     """Executors that share the attention of one DP rank."""
     ep_size: int | None = setting(None, at_least(1), unset="one per executor")
-    """Parts that the experts fall into, a divisor of the group's executors. Executors with the same
-    part share each of its experts; 1 turns expert parallelism off."""
+    """Parts that the experts fall into, a divisor of the group's executors; some parts may have one
+    expert more. Executors with the same part share each of its experts; 1 turns expert parallelism
+    off."""
     moe_dense_tp_size: int | None = setting(
         None,
         Rule(

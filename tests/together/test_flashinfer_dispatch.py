@@ -106,6 +106,8 @@ DSL = {"moe_runner": "cutedsl", "dtype": "bfloat16"}
     ("settings", "cap", "rows"),
     [
         ({"moe_runner": "cutlass", "dp_size": 2}, 4, 2 * 32),
+        ({"moe_runner": "cutlass", "dp_size": 3}, 4, 3 * 32),  # of 8 experts
+        ({**DSL, "dp_size": 3}, 4, 3 * 32),
         ({"moe_runner": "cutlass", "attn_tp_size": 2}, 2, 32),
         ({"moe_runner": "cutlass", **GRID}, 2, 2 * 32),
         ({"moe_runner": "cutlass", "dp_size": 2, "quantized_dispatch": "mxfp8"}, 4, 2 * 32),

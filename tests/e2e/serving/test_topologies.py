@@ -34,6 +34,9 @@ NO_GRAPHS = ("--decode-graphs", "off", "--prefill-graphs", "off")
 MATRIX = [
     pytest.param(4, 1, A2A, id="dp4 tp1, all-to-all"),
     pytest.param(2, 2, A2A_EXTENDS, id="dp2 tp2, all-to-all, prompts too"),
+    # Three, three and two of the experts.
+    pytest.param(3, 1, (), id="dp3 tp1"),
+    pytest.param(3, 1, A2A_EXTENDS, id="dp3 tp1, all-to-all, prompts too"),
     pytest.param(1, 2, EP_OFF, id="dp1 tp2, no ep"),
     # Two parts of the experts, each on two executors; and no graph, so that steps have odd lengths.
     pytest.param(2, 2, ("--ep-size", "2", *NO_GRAPHS), id="dp2 tp2, ep2, no graphs"),

@@ -16,6 +16,8 @@ GROUPS: dict[str, dict[str, Any]] = {
     "dp2 flashinfer": {"dp_size": 2, "moe_a2a": "flashinfer", "quantized_dispatch": "off"},
     "dp2 mxfp8": {"dp_size": 2, "moe_a2a": "flashinfer", "quantized_dispatch": "mxfp8"},
     "dp2 ep1": {"dp_size": 2, "ep_size": 1},
+    "dp3": {"dp_size": 3},  # of 8 experts
+    "dp3 flashinfer": {"dp_size": 3, "moe_a2a": "flashinfer", "quantized_dispatch": "off"},
     "dp2 torch": {"dp_size": 2, "moe_a2a": "torch", "decode_graphs": "off"},
 }
 COUNTING = "TorchAllToAllDispatcher.dispatch"  # of rows, which is why no graph may have it
@@ -35,10 +37,10 @@ def test_ranks_make_the_same_collectives_and_wait_for_their_tokens_only(
     assert gpu.row_bytes == sent[settings.get("quantized_dispatch")], (
         "of a row, its ids and weights"
     )
-    first, second = cell.steps
+    first, *others = cell.steps
     counts_rows = settings.get("moe_a2a") == "torch"
     assert any(COUNTING in step.waits for step in first) == counts_rows
-    for one, other in zip(first, second, strict=True):
+    for one, other in (pair for second in others for pair in zip(first, second, strict=True)):
         assert one.collectives == other.collectives
         allowed = {PLANNING, COUNTING} if counts_rows else {PLANNING}
         assert {*one.waits, *other.waits} <= allowed

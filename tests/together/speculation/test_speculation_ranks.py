@@ -17,11 +17,15 @@ from tests.together.speculation.speculative_cell import (
     settings_of,
 )
 
-GROUPS = {"DP 2": {"dp_size": 2}, "attention TP 2": {"attn_tp_size": 2}}
+GROUPS = {  # 8 experts on 3 executors, and on 2
+    "DP 3": {"dp_size": 3},
+    "attention TP 2": {"attn_tp_size": 2},
+    "DP 3, all-to-all": {"dp_size": 3, "moe_a2a": "torch"},
+}
 
 
-# Each draft model in both, and chains and trees.
-GROUPED = [(*way, list(GROUPS)[place % 2]) for place, way in enumerate(WAYS)]
+# Each draft model, and chains and trees, in some of them.
+GROUPED = [(*way, list(GROUPS)[place % 3]) for place, way in enumerate(WAYS)]
 
 
 @pytest.mark.parametrize(("name", "topk", "group"), GROUPED)

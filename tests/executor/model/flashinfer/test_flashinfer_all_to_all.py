@@ -202,7 +202,7 @@ def test_rows_may_be_strided(library: CpuFlashInfer) -> None:
 
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("arrangement", [(2, 1), (1, 2), (4, 1), (2, 2)])
+@pytest.mark.parametrize("arrangement", [(2, 1), (1, 2), (3, 1), (4, 1), (2, 2)])
 def test_it_does_what_every_dispatcher_must(
     library: CpuFlashInfer, arrangement: tuple[int, int], dtype: torch.dtype, in_place: bool
 ) -> None:
