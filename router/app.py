@@ -134,6 +134,7 @@ def _build_engine(
     waiting = WaitingQueue(
         max_sequences=config.max_waiting_sequences,
         max_tokens=config.max_waiting_tokens,
+        max_resumed_tokens=config.max_resumed_tokens,
         priority_step_s=config.priority_step_s,
         callers=config,
     )

@@ -14,6 +14,7 @@ from router.executors.group import GroupSettings
 from router.executors.security import ExecutorSecurity
 from router.requests.callers import CallerSettings
 from router.requests.flow_limits import read_flow_limits
+from router.requests.waiting_queue import MAX_RESUMED_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,9 @@ class RouterConfig(EngineSettings, GroupSettings, CallerSettings, ExecutorSecuri
     """Sequences that may wait in each group; more are refused."""
     max_waiting_tokens: int = setting(4_000_000, at_least(1))
     """Prompt tokens that may wait in each group; more are refused."""
+    max_resumed_tokens: int = setting(MAX_RESUMED_TOKENS, at_least(1))
+    """Tokens of resumed requests, of prompts and outputs so far, that may wait in each group to be
+    computed again, beside the others; more are refused."""
     priority_step_s: float = setting(10.0, at_least(0))
     """Seconds of waiting that one level of priority is worth, so that no request waits for ever; 0
     is the order of arrival only."""

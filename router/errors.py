@@ -8,6 +8,7 @@ RpcError
 ├── ModelNotFound       NOT_FOUND            this router serves another model
 ├── RequestNotFound     NOT_FOUND            nothing to cancel
 ├── RequestExists       ALREADY_EXISTS       a live request has this id
+├── ResumeMismatch      FAILED_PRECONDITION  an output so far is of another model or prompt
 ├── OperatorsOnly       PERMISSION_DENIED    concerns what is other callers' too
 ├── HistoryGone         OUT_OF_RANGE         events of blocks from before the subscription
 ├── Unimplemented       UNIMPLEMENTED        a method of gateways' that is not there
@@ -108,6 +109,19 @@ class RequestExists(RpcError):
             f"field empty to be given one",
             field="request_id",
             metadata={"value": request_id},
+        )
+
+
+class ResumeMismatch(RpcError):
+    code = StatusCode.FAILED_PRECONDITION
+    reason = "RESUME_MISMATCH"
+
+    def __init__(self, field: str, given: str, here: str) -> None:
+        super().__init__(
+            f"resume.{field}: {quoted(given)} is not what it is here, {here!r}: the output was begun with "
+            f"another model or tokenizer and cannot go on; send the request anew",
+            field=f"resume.{field}",
+            metadata={"value": quoted(given), "here": here},
         )
 
 

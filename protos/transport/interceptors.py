@@ -186,8 +186,8 @@ class RequestReader(grpc.aio.ServerInterceptor):
     Args:
         limits: Of the port.
         refusals: Where refused calls are counted.
-        checks: By full name of a method that answers with a stream, a function that raises an
-            RpcError where its calls are refused. It is called first, since to parse a message takes
+        checks: By full name of a method that answers with a stream, a function of the call's context that
+            raises an RpcError where it is refused. It is called first, since to parse a message takes
             longer than to refuse a call.
         unshared: Full names of methods that may have all calls that may be open.
         patient: Full names of methods whose first message may come at any time.
@@ -198,7 +198,7 @@ class RequestReader(grpc.aio.ServerInterceptor):
         limits: PortLimits,
         refusals: Refusals,
         *,
-        checks: Mapping[str, Callable[[], None]] | None = None,
+        checks: Mapping[str, Callable[[Context], None]] | None = None,
         unshared: Collection[str] = (),
         patient: Collection[str] = (),
     ) -> None:
@@ -239,7 +239,7 @@ class RequestReader(grpc.aio.ServerInterceptor):
         async def respond(messages: AsyncIterator[Any], context: Context) -> Any:
             if check is not None:
                 try:
-                    check()
+                    check(context)
                 except RpcError as error:
                     return refuse(context, error)
             async with abort_on_error(context):

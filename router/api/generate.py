@@ -13,6 +13,7 @@ from protos.transport.interceptors import Caller, caller_of
 from router.api.generate_many import ManyCall
 from router.api.messages import (
     Whole,
+    begin_response,
     model_response,
     name_request,
     read_request,
@@ -34,6 +35,8 @@ Write = Callable[[serving_pb2.GenerateResponse], Awaitable[None]]
 GENERATE = "/lockstep.serving.v1.GenerationService/Generate"
 GENERATE_VLLM = "/vllm.grpc.engine.VllmEngine/Generate"  # the same by a gateway's words
 COMPLETE = "/lockstep.serving.v1.GenerationService/Complete"
+
+RESUME_METADATA = ("lockstep-resume", "1")  # of a call whose request is resumed
 
 UNSHARED = (GENERATE, GENERATE_VLLM, COMPLETE)  # methods that may have all calls that may be open
 
@@ -193,22 +196,28 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
                 )
                 self._engines.submit(submitted)
             try:
+                if begin := begin_response(submitted):
+                    await write(begin)
                 await _write_responses(submitted, write)
             finally:
                 self._engines.cancel(submitted)
 
-    def checks(self) -> dict[str, Callable[[], None]]:
+    def checks(self) -> dict[str, Callable[[Context], None]]:
         """Returns, for RequestReader, what refuses calls before they are read, by method."""
         return dict.fromkeys((GENERATE, GENERATE_VLLM), self.check_room)
 
-    def check_room(self) -> None:
-        """Refuses any request while none is taken.
+    def check_room(self, context: Context) -> None:
+        """Refuses any request while none is taken, or none but resumed ones.
 
         Raises:
             QueueFull, NotReady, ShuttingDown: None is.
         """
         with self._engines.measures.counting_refusals():
-            self._engines.check_room()
+            try:
+                self._engines.check_room()
+            except QueueFull:
+                if RESUME_METADATA not in (context.invocation_metadata() or ()):
+                    raise
 
     @contextmanager
     def _open_listener(self) -> Iterator[Listener]:

@@ -17,7 +17,13 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError
 from protos.transport.interceptors import Caller
-from router.api.messages import name_request, read_request, tagged_error, take_response
+from router.api.messages import (
+    begin_response,
+    name_request,
+    read_request,
+    tagged_error,
+    take_response,
+)
 from router.api.text import Tokenizer
 from router.api.unknown_fields import refuse_unknown_fields
 from router.engine.engines import Engines
@@ -58,6 +64,7 @@ class ManyCall:
         self._settings = settings
         self._live: dict[int, Request] = {}
         self._detailed: dict[int, Request] = {}  # the live ones whose tokens are no columns
+        self._begun: list[serving_pb2.TaggedResponse] = []  # to be sent
         self._refusals: asyncio.Queue[serving_pb2.TaggedError] = asyncio.Queue(MAX_REFUSALS)
         self._was_taken = asyncio.Event()
 
@@ -127,7 +134,7 @@ class ManyCall:
             raise self._counted(InvalidRequest("tag", problem))
         request_id = name_request(message)
         try:
-            self._engines.check_room()
+            self._engines.check_room(is_resumed=message.HasField("resume"))
             request = await read_request(
                 message,
                 model=self._engines.model,
@@ -141,6 +148,9 @@ class ManyCall:
             if not request.is_columnar:
                 self._detailed[tag] = request
             self._engines.submit(request)
+            if begin := begin_response(request):
+                self._begun.append(serving_pb2.TaggedResponse(tag=tag, response=begin))
+                self._listener.wake()
         except RpcError as error:
             self._forget(tag)
             await self._refusals.put(tagged_error(tag, self._counted(error), request_id))
@@ -162,7 +172,9 @@ class ManyCall:
             tags=columns.tags.astype("<u4", copy=False).tobytes(),
             num_tokens=columns.num_tokens.astype("<i4", copy=False).tobytes(),
             token_ids=columns.token_ids.astype("<i4", copy=False).tobytes(),
+            responses=self._begun,
         )
+        self._begun.clear()
         for request in self._detailed.values():
             for sequence in request.sequences:
                 if not sequence.is_ended:

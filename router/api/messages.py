@@ -12,6 +12,7 @@ import uuid
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
 from protos.executor.sampling_fields import (
@@ -32,12 +33,13 @@ from router.api.prompts import (
     read_prompt,
     skips_special_tokens,
 )
-from router.api.text import OutputText, StopStrings, Tokenizer
+from router.api.text import StopStrings, Tokenizer
 from router.api.unknown_fields import refuse_unknown_fields
-from router.errors import InvalidRequest, NotReady
+from router.errors import InvalidRequest, NotReady, ResumeMismatch
 from router.requests.callers import DEFAULTS, MIN_PRIORITY, CallerSettings
 from router.requests.request import (
     FinishReason,
+    Int32Array,
     Listener,
     OutputOptions,
     Request,
@@ -46,6 +48,7 @@ from router.requests.request import (
     StopConditions,
     TokenLogprob,
 )
+from router.requests.resume import Resume, prompt_digest, take_up
 from router.scheduling.step import ServedModel
 
 MAX_REQUEST_ID_LEN = 128
@@ -60,6 +63,7 @@ MAX_ALLOWED_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 64  # of either kind; of a text there are two sequences of tokens
 MAX_BAD_WORD_LEN = 64
 MAX_TOP_LOGPROBS = 20
+SHORT_OUTPUT_LEN = 512  # tokens; handing them to a thread would take longer than their text
 MIN_TEMPERATURE = 1e-5  # dividing logits by less overflows float32; below it is greedy anyway
 
 _SAMPLING = {field.name: field for field in SAMPLING_FIELDS}
@@ -123,17 +127,11 @@ async def read_request(
     model = served(model)
     _parts = refuse_unknown_fields(message)  # kept, so that each is looked up once
     check_model(message.model, model)
-    if not name_request(message):
-        raise InvalidRequest(
-            "request_id",
-            f"{quoted(message.request_id)} is not 1 to 128 visible ASCII characters; send such an "
-            f"id, or none to be given one",
-            value=quoted(message.request_id),
-            limit=MAX_REQUEST_ID_LEN,
-        )
+    _check_request_id(message)
     _check_range("n", message.n, 0, MAX_N)
     _check_range("priority", message.priority, MIN_PRIORITY, settings.max_priority_of(caller))
     timeout_s = _read_timeout(message, call_timeout_s)
+    resume = _read_resume(message, model)
     sampling = _read_sampling(message, model)
     output = _read_output(message, model, tokenizer)
     _check_stop(message.stop, model, tokenizer)  # before a prompt is encoded in vain
@@ -142,7 +140,10 @@ async def read_request(
     grammar = await read_constraint(message, model)
     grammar_after = read_after(message.constraint, model, tokenizer)
     prompt = await read_prompt(message, model, tokenizer)
+    if resume is not None:
+        _check_prompt(message.resume.prompt_digest, prompt)
     n = message.n or 1
+    is_columnar = tag is not None and n == 1 and output.is_plain
     request = Request(
         request_id=message.request_id,
         prompt=prompt,
@@ -155,16 +156,30 @@ async def read_request(
         priority=message.priority,
         deadline=None if timeout_s is None else arrival_time + timeout_s,
         tag=tag or 0,
-        is_columnar=tag is not None and n == 1 and output.is_plain,
+        is_columnar=is_columnar,
         caller=caller,
         cache_salt=settings.cache_salt(caller),
         hides_cached=settings.is_cache_shared,
         grammar=grammar,
         grammar_after=grammar_after,
+        tells_begin=resume is not None or not is_columnar or _draws_seed(message),
     )
     if tokenizer is not None and (output.text or message.stop.stop_strings):
         await _add_texts(request, message, tokenizer)
+    if resume is not None:
+        await _take_up(request, resume)
     return request
+
+
+def _check_request_id(message: serving_pb2.GenerateRequest) -> None:
+    if not name_request(message):
+        raise InvalidRequest(
+            "request_id",
+            f"{quoted(message.request_id)} is not 1 to 128 visible ASCII characters; send such an "
+            f"id, or none to be given one",
+            value=quoted(message.request_id),
+            limit=MAX_REQUEST_ID_LEN,
+        )
 
 
 async def _add_texts(
@@ -181,6 +196,70 @@ async def _add_texts(
     if output.echo and request.output.text:
         prompt = request.prompt.tolist()
         request.prompt_text = await decode_long(tokenizer, prompt, skips_special=skips_special)
+
+
+async def _take_up(request: Request, resume: Resume) -> None:
+    """Does so; the router's loop does not wait for long texts."""
+    if sum(len(ids) for ids in resume.outputs.values() if ids is not None) <= SHORT_OUTPUT_LEN:
+        take_up(request, resume)
+    else:
+        await asyncio.to_thread(take_up, request, resume)
+
+
+def _draws_seed(message: serving_pb2.GenerateRequest) -> bool:
+    """Whether what comes depends on a seed that the caller does not know."""
+    sampling = message.sampling
+    return sampling.temperature >= MIN_TEMPERATURE and not sampling.HasField("seed")
+
+
+def _read_resume(message: serving_pb2.GenerateRequest, model: ServedModel) -> Resume | None:
+    """Returns where a request goes on; the prompt's digest is not looked at."""
+    if not message.HasField("resume"):
+        return None
+    given, n = message.resume, message.n or 1
+    if given.fingerprint not in ("", model.fingerprint):
+        raise ResumeMismatch("fingerprint", given.fingerprint, model.fingerprint)
+    if not given.attempt:
+        problem = "0 is below 1; number the attempts to go on from 1"
+        raise InvalidRequest("resume.attempt", problem, value=0, limit=1)
+    outputs: dict[int, Int32Array | None] = {}
+    fields = {}
+    for place, each in enumerate(given.continuations):
+        field = f"resume.continuations[{place}]"
+        _check_range(f"{field}.index", each.index, 0, n - 1)
+        if each.index in outputs:
+            raise InvalidRequest(f"{field}.index", f"{each.index} is there twice; send it once")
+        fields[each.index] = f"{field}.token_ids"
+        ids = None if each.has_ended else _read_ids(fields[each.index], each.token_ids, model)
+        outputs[each.index] = ids
+    if len(outputs) == n and all(ids is None for ids in outputs.values()):
+        problem = "each has ended, so nothing comes of them; keep what there is"
+        raise InvalidRequest("resume.continuations", problem)
+    if _draws_seed(message) and any(ids is not None and len(ids) for ids in outputs.values()):
+        problem = "there is none, so that the output would go on otherwise; send that of `begin`"
+        raise InvalidRequest("sampling.seed", problem)
+    return Resume(
+        attempt=given.attempt,
+        num_stalled=given.num_stalled,
+        age_s=max(0.0, given.age.seconds + given.age.nanos / 1e9),
+        outputs=outputs,
+        fields=fields,
+    )
+
+
+def _read_ids(field: str, column: bytes, model: ServedModel) -> Int32Array:
+    if len(column) % 4:
+        problem = f"{len(column)} bytes are no column of numbers of 4 bytes"
+        raise InvalidRequest(field, problem, value=len(column))
+    ids = np.frombuffer(column, "<u4")
+    check_token_id(field, int(ids.max(initial=0)), model)
+    return ids.astype(np.int32)
+
+
+def _check_prompt(digest: bytes, prompt: Int32Array) -> None:
+    """Refuses to go on from a prompt that has other tokens here."""
+    if digest and digest != (here := prompt_digest(prompt)):
+        raise ResumeMismatch("prompt_digest", digest.hex(), here.hex())
 
 
 def _read_timeout(
@@ -460,8 +539,8 @@ def take_response(sequence: Sequence) -> serving_pb2.GenerateResponse | None:
         response.prompt_text = request.prompt_text
     if output.text:
         text = sequence.text
-        assert isinstance(text, OutputText), "a request that wants text was given one"
-        if not request.stop.has_stop_strings:  # else the engine has fed it
+        assert text is not None, "a request that wants text was given one"
+        if len(token_ids) and not request.stop.has_stop_strings:  # else the engine has fed it
             text.feed(token_ids, may_stop=False)
         if sequence.is_ended:
             text.close()
@@ -474,7 +553,33 @@ def take_response(sequence: Sequence) -> serving_pb2.GenerateResponse | None:
         sequence.prompt_logprobs.clear()
     if is_finished:
         response.finish.CopyFrom(_finish(sequence))
+    add_begin(response, request)
     return response
+
+
+def begin_response(request: Request) -> serving_pb2.GenerateResponse | None:
+    """Returns what a request is told as soon as it was taken; None: nothing, or not yet."""
+    if request.attempt == 0 and not request.is_columnar:
+        return None
+    response = serving_pb2.GenerateResponse(
+        request_id=request.request_id, index=request.sequences[0].index
+    )
+    return response if add_begin(response, request) else None
+
+
+def add_begin(response: serving_pb2.GenerateResponse, request: Request) -> bool:
+    """Tells in a request's first response how to resume it. Returns whether it is the first."""
+    model = request.served
+    if not request.tells_begin or model is None:
+        return False
+    request.tells_begin = False
+    response.begin.seed = request.sampling.seed
+    response.begin.prompt_digest = prompt_digest(request.prompt)
+    response.begin.num_prompt_tokens = len(request.prompt)
+    response.begin.fingerprint = model.fingerprint
+    response.begin.engine = model.engine
+    response.begin.is_exact = request.is_exact
+    return True
 
 
 class Whole:
@@ -525,6 +630,7 @@ def model_response(model: ServedModel, tokenizer: Tokenizer | None) -> serving_p
         has_tokenizer=tokenizer is not None,
         has_chat_template=tokenizer is not None and tokenizer.chat is not None,
         supports_constraints=model.supports_constraints,
+        resumes=True,
     )
 
 
@@ -564,4 +670,6 @@ def _finish(sequence: Sequence) -> serving_pb2.Finish:
         dp_rank=sequence.dp_rank,
         num_drafts=progress.num_drafts,
         num_accepted_drafts=progress.num_accepted_drafts,
+        num_resumed_tokens=sequence.num_resumed,
+        attempt=sequence.request.attempt,
     )

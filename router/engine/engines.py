@@ -115,8 +115,11 @@ class Engines:
     def num_live(self) -> int:
         return len(self._live)
 
-    def check_room(self) -> None:
+    def check_room(self, *, is_resumed: bool = False) -> None:
         """Refuses what no request could change, before anybody reads one: overload stays cheap.
+
+        Args:
+            is_resumed: Whether it is for resumed requests, which a full queue does not keep out.
 
         Raises:
             QueueFull, NotReady, ShuttingDown: No request is taken at present.
@@ -125,27 +128,42 @@ class Engines:
             raise ShuttingDown("this router is shutting down: send the request to another one")
         if self.model is None:
             raise NotReady("no group of executors has formed yet: try again")
-        if not any(engine.waiting.has_room for engine in self._engines):
+        if not is_resumed and not any(engine.waiting.has_room for engine in self._engines):
             raise QueueFull("too much waits already: try again in a second")
 
     def submit(self, request: Request) -> None:
         """Gives a request to the group that has least to do.
 
+        One that is resumed takes the place of the attempt before it, which may not know yet that its
+        connection broke.
+
         Raises:
             QueueFull, RequestExists, NotReady, ShuttingDown: It is not taken.
             DeadlineExceeded: Its time was over before it was read.
         """
-        self.check_room()
-        if (request.caller, request.request_id) in self._live:
+        self.check_room(is_resumed=request.attempt > 0)
+        key = request.caller, request.request_id
+        before = self._live.get(key)
+        if before is not None and before.attempt >= request.attempt:
             raise RequestExists(request.request_id)
         now = asyncio.get_running_loop().time()
         if request.deadline is not None and now >= request.deadline:
             raise _overdue(request, "been taken")
-        self._pick_engine(self._engines, request).submit(request)
-        self._live[request.caller, request.request_id] = request
+        if request.is_live:
+            engine = self._pick_engine(self._engines, request)
+            engine.submit(request)
+            request.served = engine.model
+        request.served = request.served or self.model
+        if before is not None:
+            self.cancel(before, Cancelled(f"the request goes on in attempt {request.attempt}"))
+        self._live[key] = request
         for observer in self._observers:
             observer.on_submit(request)
-        if request.deadline is not None:
+        self.measures.add_resumed(request)
+        had_ended = [sequence for sequence in request.sequences if sequence.is_ended]
+        for sequence in had_ended:  # its last token came, and nothing of how it ended
+            self.on_end(sequence)
+        if request.deadline is not None and request.is_live:
             loop = asyncio.get_running_loop()
             request.expiry = loop.call_at(request.deadline, self._expire, request)
 
@@ -298,8 +316,9 @@ class Engines:
         self.measures.add_end(sequence)
         request.listener.ended.append(sequence)
         request.listener.wake()
-        if not request.is_live:
-            del self._live[request.caller, request.request_id]
+        key = request.caller, request.request_id
+        if not request.is_live and self._live.get(key) is request:
+            del self._live[key]
             for observer in self._observers:
                 observer.on_end(request)
             if request.expiry is not None:

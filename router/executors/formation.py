@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from protos import __version__
 from protos.executor.v1 import executor_pb2 as pb
 from router.errors import GroupMismatch
 from router.scheduling.step import (
@@ -137,10 +138,17 @@ def describe_group(members: Sequence[Member], epoch: int, model_name: str) -> Gr
             max_model_len=max_model_len,
             eos_token_ids=tuple(model.eos_token_ids),
             supports_constraints=all(each.model.takes_grammars for each in descriptions),
+            engine=_engine(shape, descriptions[0].agreement_digest),
+            draws_drafts=descriptions[0].agreement.get("draft_sampling") == "rejection",
         ),
         shape=shape,
         addresses=tuple(leader.address for leader in leaders),
     )
+
+
+def _engine(shape: GroupShape, agreement_digest: bytes) -> str:
+    """Returns what tells groups apart whose sums are rounded otherwise."""
+    return f"{__version__} {shape.dp_size}x{shape.attn_tp_size} {agreement_digest.hex()[:16]}"
 
 
 def _speculation(description: pb.DescribeResponse) -> SpeculationShape | None:

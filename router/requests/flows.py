@@ -62,8 +62,9 @@ class Flow:
         num_waiting: Its sequences that wait.
         num_tokens: Their tokens.
         num_urgent: Of these, the tokens of requests whose priority is not below 0.
-        num_lost: Of its sequences that wait, those that ran in a lost step.
-        num_lost_tokens: Their tokens.
+        num_let_in: Of its sequences that wait, those that limits are not for, as they were let in before.
+        num_let_in_tokens: Their tokens.
+        num_resumed_tokens: Of these, the tokens of resumed requests.
         heap: These sequences by turn; ended ones stay until they come up, or are most.
         entry: Number of its entry in the line; 0 while it has none.
     """
@@ -74,7 +75,7 @@ class Flow:
         self.served = served
         self.weight = 1.0
         self.num_held = self.num_waiting = self.num_tokens = self.num_urgent = self.entry = 0
-        self.num_lost = self.num_lost_tokens = 0
+        self.num_let_in = self.num_let_in_tokens = self.num_resumed_tokens = 0
         self.heap: list[tuple[float, int, int, Sequence]] = []
         self._grants: deque[float] = deque()  # ascending: of slots held, then of those given up
         self._standing = (0, served)
@@ -100,9 +101,11 @@ class Flow:
         self.num_waiting += sign
         self.num_tokens += num_tokens
         self.num_urgent += sign * num_urgent(sequence)
-        if sequence.suspicion is not None:
-            self.num_lost += sign
-            self.num_lost_tokens += num_tokens
+        if sequence.was_let_in:
+            self.num_let_in += sign
+            self.num_let_in_tokens += num_tokens
+        if sequence.request.attempt:
+            self.num_resumed_tokens += num_tokens
 
     def take(self) -> None:
         """Notes that one of its sequences is bound."""

@@ -27,6 +27,7 @@ from router.requests.flows import NO_FLOW, Flow
 
 if TYPE_CHECKING:
     from router.scheduling.sequence_table import SequenceTable
+    from router.scheduling.step import ServedModel
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -151,6 +152,14 @@ class TextStream(Protocol):
         """Adds tokens. Returns the stop string that they completed, if they did."""
         ...
 
+    def close(self) -> None:
+        """Makes what was held back ready: no token follows. Harmless to call again."""
+        ...
+
+    def take(self) -> str:
+        """Returns the text since the last call."""
+        ...
+
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Request:
@@ -172,6 +181,10 @@ class Request:
         grammar: What its outputs keep to, as executors get it; empty: nothing.
         grammar_after: Tokens behind which they do; empty: from the first on.
         prompt_text: Of the prompt, if it is to be echoed with text.
+        attempt: Of resuming it; 0: nothing came of it before.
+        age_s: How long before its arrival it was first sent.
+        tells_begin: Whether its caller is still to be told what it takes to resume it.
+        served: Of the group that it was given to; None before.
         turn: Its order among those of its caller, set on submission: seconds, and its number. Less is
             bound first, and gives way last.
         expiry: The timer behind `deadline`.
@@ -195,6 +208,10 @@ class Request:
     grammar: str = ""
     grammar_after: tuple[int, ...] = ()
     prompt_text: str = ""
+    attempt: int = 0
+    age_s: float = 0.0
+    tells_begin: bool = True
+    served: "ServedModel | None" = None
     turn: tuple[float, int] = field(init=False)
     expiry: asyncio.TimerHandle | None = field(default=None, init=False)
     sequences: "list[Sequence]" = field(init=False)
@@ -206,6 +223,12 @@ class Request:
     @property
     def is_live(self) -> bool:
         return not all(sequence.is_ended for sequence in self.sequences)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether its outputs are a function of its seed, however their steps fell."""
+        draws_drafts = self.served is not None and self.served.draws_drafts
+        return not (draws_drafts and "temperature" in self.sampling.values)
 
     @property
     def has_begun(self) -> bool:
@@ -254,6 +277,7 @@ class Sequence:
         table: The table that holds it while it is bound to a rank, else None.
         row: Its row there.
         num_taken: Tokens handed to the listener, prompt included; kept here while not bound.
+        num_resumed: Output tokens that it came with (resume.py).
         text: Set where the client wants text or gave stop strings.
         logprobs: One per output token that the listener has not taken yet, if asked for.
         prompt_logprobs: One per prompt token from the second on, if asked for.
@@ -273,6 +297,7 @@ class Sequence:
     table: "SequenceTable | None" = None
     row: int = 0
     num_taken: int = field(init=False)
+    num_resumed: int = 0
     text: TextStream | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -307,6 +332,23 @@ class Sequence:
         return self.num_tokens - self.num_prompt_tokens
 
     @property
+    def min_len(self) -> int:
+        """Prompt and output tokens below which no stop token ends it."""
+        request = self.request
+        # Where there is a grammar, executors know when it may end.
+        return len(request.prompt) + (0 if request.grammar else request.stop.min_tokens)
+
+    @property
+    def max_len(self) -> int:
+        """Prompt and output tokens at most."""
+        return len(self.request.prompt) + self.request.stop.max_tokens
+
+    @property
+    def was_let_in(self) -> bool:
+        """Whether it was taken before, here or by another router: limits of the queue are for others."""
+        return self.suspicion is not None or self.request.attempt > 0
+
+    @property
     def needs_prompt_logprobs(self) -> bool:
         """Whether its prompt has to be computed whole, past the prefix cache."""
         asked_for = self.request.output.prompt_logprobs and self.index == 0
@@ -330,6 +372,26 @@ class Sequence:
     @property
     def is_ended(self) -> bool:
         return self.finish_reason is not None or self.error is not None
+
+    def end_at(self, token: Int32Array, length: int) -> bool:
+        """Sets the finish reason if a token ends it. Returns whether it does.
+
+        Args:
+            token: int32 [1].
+            length: Prompt and output tokens up to it.
+        """
+        stop, may_stop = self.request.stop, length >= self.min_len
+        if stop.has_stop_strings:
+            assert self.text is not None
+            is_long = length >= self.num_prompt_tokens + stop.min_tokens
+            self.stop_string = self.text.feed(token, may_stop=is_long)
+        if self.stop_string is not None:
+            self.finish_reason = FinishReason.STOP
+        elif may_stop and (token_id := int(token[0])) in stop.stop_token_ids:
+            self.finish_reason, self.stop_token_id = FinishReason.STOP, token_id
+        elif length >= self.max_len:
+            self.finish_reason = FinishReason.LENGTH
+        return self.is_ended
 
     def take_tokens(self) -> Int32Array:
         """Returns the output tokens since the last call."""

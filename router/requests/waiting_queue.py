@@ -28,6 +28,7 @@ from router.requests.flows import Line, num_urgent
 from router.requests.request import Request, Sequence, Suspicion
 
 PRIORITY_STEP_S = 10.0
+MAX_RESUMED_TOKENS = 4_000_000
 FLOW_SHARE = 0.9  # of the queue, for a flow without a limit
 
 PARTS = 8  # that suspects of one kind are tried in
@@ -47,6 +48,8 @@ class WaitingQueue:
         max_sequences: Waiting at most; more are refused.
         max_tokens: Prompt tokens waiting at most. One request that is longer by itself may
             still wait where no other does.
+        max_resumed_tokens: Likewise of resumed requests, prompts and outputs, for which the others are
+            not; of one flow, nine tenths of it.
         priority_step_s: Seconds of waiting that one level of priority is worth; the same at every
             group. 0 is the order of arrival.
         callers: How callers that are told apart share the queue.
@@ -60,17 +63,20 @@ class WaitingQueue:
         *,
         max_sequences: int,
         max_tokens: int,
+        max_resumed_tokens: int = MAX_RESUMED_TOKENS,
         priority_step_s: float = PRIORITY_STEP_S,
         callers: CallerSettings = DEFAULTS,
     ) -> None:
         self._max_sequences = max_sequences
         self._max_tokens = max_tokens
+        self._max_resumed_tokens = max_resumed_tokens
         self._priority_step_s = priority_step_s
         self._callers = callers
         self._waiting: set[Sequence] = set()
         self.line = Line(self._waiting)
         self.num_tokens = 0
-        self._num_lost = self._num_lost_tokens = 0  # of lost steps, which were let in before
+        self._num_let_in = self._num_let_in_tokens = 0  # before, and limits are not for them
+        self._num_resumed_tokens = 0
         self._token_s = 0.0
 
     def __len__(self) -> int:
@@ -90,23 +96,34 @@ class WaitingQueue:
     @property
     def _num_counted(self) -> int:
         """Sequences that its limit is for."""
-        return len(self) - self._num_lost
+        return len(self) - self._num_let_in
 
     @property
     def _num_counted_tokens(self) -> int:
-        return self.num_tokens - self._num_lost_tokens
+        return self.num_tokens - self._num_let_in_tokens
 
     def order_by_length(self, token_s: float) -> None:
         """Says how many seconds each prompt token sets a new request back in the line."""
         self._token_s = token_s
 
     def submit(self, request: Request) -> None:
-        """Queues all continuations of a new request, or none.
+        """Queues all continuations of a new request that have not ended, or none.
 
         Raises:
             QueueFull: There is no room.
         """
-        num_new = len(request.sequences)
+        new = [sequence for sequence in request.sequences if not sequence.is_ended]
+        if request.attempt:
+            self._check_resumed(request.caller, sum(len(sequence.tokens) for sequence in new))
+        else:
+            self._check_new(request, len(new))
+        behind_s = len(request.prompt) * self._token_s - request.priority * self._priority_step_s
+        sent_time = request.arrival_time - request.age_s
+        request.turn = (sent_time + behind_s, next(_ARRIVALS))
+        for sequence in new:
+            self.push(sequence)
+
+    def _check_new(self, request: Request, num_new: int) -> None:
         value = self._num_counted + num_new
         if value > self._max_sequences:
             raise QueueFull(
@@ -123,10 +140,24 @@ class WaitingQueue:
                 metadata={"value": value, "limit": self._max_tokens},
             )
         self._check_flow(request.caller, num_new, num_tokens)
-        behind_s = len(request.prompt) * self._token_s - request.priority * self._priority_step_s
-        request.turn = (request.arrival_time + behind_s, next(_ARRIVALS))
-        for sequence in request.sequences:
-            self.push(sequence)
+
+    def _check_resumed(self, caller: Caller, num_tokens: int) -> None:
+        """Refuses more tokens to compute again than may wait; the first request may be of any size."""
+        for num_waiting, most, of in (
+            (self._num_resumed_tokens, self._max_resumed_tokens, ""),
+            (
+                self.line.flow_of(caller).num_resumed_tokens if caller else 0,
+                int(FLOW_SHARE * self._max_resumed_tokens),
+                f" of the flow {'/'.join(caller)}",
+            ),
+        ):
+            value = num_waiting + num_tokens
+            if num_waiting and value > most:
+                raise QueueFull(
+                    f"{num_waiting} tokens of resumed requests{of} wait and {num_tokens} more would "
+                    f"exceed max_resumed_tokens={most}: try again in a second",
+                    metadata={"value": value, "limit": most},
+                )
 
     def _check_flow(self, caller: Caller, num_new: int, num_tokens: int) -> None:
         """Refuses more than a flow may have waiting; its first request may be of any size."""
@@ -137,7 +168,7 @@ class WaitingQueue:
         for what, num_waiting, num_more, own, given, bound in (
             (
                 "sequences",
-                flow.num_waiting - flow.num_lost,
+                flow.num_waiting - flow.num_let_in,
                 num_new,
                 limits.max_waiting_sequences,
                 self._callers.max_flow_waiting_sequences,
@@ -145,7 +176,7 @@ class WaitingQueue:
             ),
             (
                 "tokens",
-                flow.num_tokens - flow.num_lost_tokens,
+                flow.num_tokens - flow.num_let_in_tokens,
                 num_tokens,
                 limits.max_waiting_tokens,
                 self._callers.max_flow_waiting_tokens,
@@ -194,9 +225,11 @@ class WaitingQueue:
     def _count(self, sequence: Sequence, sign: int) -> None:
         num_tokens = sign * len(sequence.tokens)
         self.num_tokens += num_tokens
-        if sequence.suspicion is not None:
-            self._num_lost += sign
-            self._num_lost_tokens += num_tokens
+        if sequence.was_let_in:
+            self._num_let_in += sign
+            self._num_let_in_tokens += num_tokens
+        if sequence.request.attempt:
+            self._num_resumed_tokens += num_tokens
 
 
 # ---- quarantine

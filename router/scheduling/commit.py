@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from router.requests.request import FinishReason, Int32Array, TokenLogprob
+from router.requests.request import Int32Array, TokenLogprob
 from router.scheduling.sequence_table import NO_TOKEN, Mask, Rows, RowStatus, SequenceTable, spread
 from router.scheduling.speculation import NO_DRAFTS, DraftCounts
 from router.scheduling.step import RankBatch, RankResult, StepPlan, StepResult
@@ -147,21 +147,9 @@ def apply_stop_conditions(table: SequenceTable, row: int, num_new: int) -> int:
     Returns how many tokens come behind that one. They leave the table, and nobody sees them.
     """
     sequence, end = table.bound(row), int(table.num_tokens[row])
-    stop = sequence.request.stop
     for length in range(end - num_new + 1, end + 1):
         table.num_tokens[row] = length
-        token, may_stop = table.tokens[row, length - 1 : length], length >= table.min_len[row]
-        if stop.has_stop_strings:
-            assert sequence.text is not None
-            is_long = length >= table.num_prompt[row] + stop.min_tokens
-            sequence.stop_string = sequence.text.feed(token.copy(), may_stop=bool(is_long))
-        if sequence.stop_string is not None:
-            sequence.finish_reason = FinishReason.STOP
-        elif may_stop and (token_id := int(token[0])) in stop.stop_token_ids:
-            sequence.finish_reason, sequence.stop_token_id = FinishReason.STOP, token_id
-        elif length >= table.max_len[row]:
-            sequence.finish_reason = FinishReason.LENGTH
-        if sequence.is_ended:
+        if sequence.end_at(table.tokens[row, length - 1 : length].copy(), length):
             return end - length
     return 0
 

@@ -34,11 +34,12 @@ from router.errors import (
     PromptTooLong,
     QueueFull,
     RequestExists,
+    ResumeMismatch,
     ShuttingDown,
     Unimplemented,
 )
 from router.requests.flows import FlowCounts
-from router.requests.request import FinishReason, Sequence
+from router.requests.request import FinishReason, Request, Sequence
 from router.scheduling.kv.prefix_cache import PrefixCache
 from router.scheduling.plan_lead import PlanLead
 from router.scheduling.speculation import NO_DRAFTS, DraftCounts
@@ -63,6 +64,7 @@ REFUSALS = (
     ChatTemplateFailed,
     ModelNotFound,
     RequestExists,
+    ResumeMismatch,
     QueueFull,
     NotReady,
     ShuttingDown,
@@ -395,6 +397,8 @@ class RequestMeasures:
         refused: Requests and calls that were not taken, by the error's reason.
         ended: Sequences that ended, by STOP, LENGTH or the error's reason.
         total_s: From arrival to the last token, of sequences that ended without an error.
+        resumed: Requests that were resumed, by whether they went on token for token ("true").
+        num_resumed_tokens: Output tokens that these came with.
         kv_snapshots: Snapshots of the prefix caches for subscribers, by why they were sent.
     """
 
@@ -405,11 +409,19 @@ class RequestMeasures:
         self.ended = Counter({reason.name: 0 for reason in FinishReason})
         self.ended.update({error.reason: 0 for error in FAILURES})
         self.total_s = Histogram(LATENCY_BOUNDS)
+        self.resumed = Counter({"true": 0, "false": 0})
+        self.num_resumed_tokens = 0
         self.kv_snapshots = Counter(dict.fromkeys(("new", "epoch", "slow"), 0))
 
     def add_refusal(self, reason: str) -> None:
         """Counts a call that was turned away before anybody read a request in it."""
         self.refused[reason] += 1
+
+    def add_resumed(self, request: Request) -> None:
+        """Counts a request that was taken, if it is a resumed one."""
+        if request.attempt:
+            self.resumed["true" if request.is_exact else "false"] += 1
+            self.num_resumed_tokens += sum(each.num_resumed for each in request.sequences)
 
     @contextmanager
     def counting_refusals(self) -> Iterator[None]:

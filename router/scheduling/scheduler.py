@@ -404,12 +404,12 @@ class Scheduler:
         row, progress = self.table.bind(sequence, rank, cached), sequence.progress
         num_cached = len(cached.blocks) * self._shape.block_size
         is_new = progress.start_time is None
-        self._line.take(sequence, (sequence.num_prompt_tokens - num_cached) * is_new)
+        self._line.take(sequence, (sequence.num_tokens - num_cached) * is_new)
         self.table.flow[row] = sequence.flow.number
         self._gaps.enter(row, progress.last_token_time)
         if is_new:
             progress.start_time = self._clock()
-            progress.num_cached_tokens = num_cached
+            progress.num_cached_tokens = min(num_cached, sequence.num_prompt_tokens)
             cache.num_queried_tokens += sequence.num_prompt_tokens
             cache.num_hit_tokens += progress.num_cached_tokens
             self._measures.queue_s.observe(progress.start_time - sequence.request.arrival_time)

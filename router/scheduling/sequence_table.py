@@ -264,12 +264,10 @@ class SequenceTable:
         self.num_tokens[row] = self.num_extend[row] = num_tokens
         self.num_prompt[row] = sequence.num_prompt_tokens
         self.num_computed[row] = num_cached * self.block_size
-        self.max_len[row] = sequence.num_prompt_tokens + stop.max_tokens
+        self.max_len[row] = sequence.max_len
         self.max_computed[row] = self.max_len[row] - 1
         self.num_constrained += bool(request.grammar)
-        # Where there is a grammar, executors know when it may end.
-        min_tokens = 0 if request.grammar else stop.min_tokens
-        self.min_len[row] = sequence.num_prompt_tokens + min_tokens
+        self.min_len[row] = sequence.min_len
         self.num_blocks[row] = self.num_named_blocks[row] = num_cached
         self.num_sent_blocks[row] = 0
         self.num_taken[row] = sequence.num_taken

@@ -218,6 +218,8 @@ class ServedModel:
         max_model_len: Prompt and output tokens of one sequence together.
         eos_token_ids: Tokens that end an output unless a request ignores them.
         supports_constraints: Whether outputs can be constrained.
+        engine: Release, and digest of the settings that executors share: what sums are rounded by.
+        draws_drafts: Whether drafts of outputs that are sampled are accepted by chance.
     """
 
     name: str
@@ -227,6 +229,8 @@ class ServedModel:
     max_model_len: int
     eos_token_ids: tuple[int, ...] = ()
     supports_constraints: bool = False
+    engine: str = ""
+    draws_drafts: bool = False
 
     @property
     def max_prompt_tokens(self) -> int:

@@ -32,6 +32,8 @@ class Snapshot:
     refused: dict[str, int]
     ended: dict[str, int]
     total_s: Histogram
+    resumed: dict[str, int]
+    num_resumed_tokens: int
     kv_snapshots: dict[str, int]
     groups: list[pb.GroupStatus]
     totals: list[GroupTotals]
@@ -103,6 +105,11 @@ ROUTER: list[Metric[Snapshot]] = [
            "Sequences that were taken and ended: STOP, LENGTH, or the error's reason."),
     Metric("request_seconds", "histogram", (), lambda r: r.total_s,
            "From arrival to the last token, of sequences that ended without an error."),
+    Metric("resumed_requests_total", "counter", ("exact",), lambda r: r.resumed,
+           "Requests that were resumed here after their call had broken off, by whether they go on "
+           "token for token (true)."),
+    Metric("resumed_tokens_total", "counter", (), lambda r: r.num_resumed_tokens,
+           "Output tokens that they came with."),
     Metric("kv_snapshots_total", "counter", ("reason",), lambda r: r.kv_snapshots,
            "Lists of all cached blocks that gateways were sent: as they subscribed (new), as a group "
            "had formed or was lost (epoch), or in place of events that they were too slow for (slow)."),
@@ -244,6 +251,8 @@ def take_snapshot(engines: Engines, version: str) -> Snapshot:
         refused=dict(requests.refused),
         ended=dict(requests.ended),
         total_s=requests.total_s.copy(),
+        resumed=dict(requests.resumed),
+        num_resumed_tokens=requests.num_resumed_tokens,
         kv_snapshots=dict(requests.kv_snapshots),
         groups=engines.status(),
         totals=engines.totals(),

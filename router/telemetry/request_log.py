@@ -41,6 +41,7 @@ class RequestLog:
                 max_tokens=request.stop.max_tokens,
                 sequences=len(request.sequences),
                 priority=request.priority,
+                attempt=request.attempt,
             )
 
     def on_end(self, request: Request) -> None:
@@ -68,6 +69,7 @@ def _describe(sequence: Sequence) -> dict[str, Any]:
         "outcome": outcome,
         "dp_rank": sequence.dp_rank,
         "output_tokens": sequence.num_output_tokens,
+        "resumed_tokens": sequence.num_resumed,
         "cached_tokens": progress.num_cached_tokens,
         "preemptions": progress.num_preemptions,
     }

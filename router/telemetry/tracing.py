@@ -82,6 +82,12 @@ class Tracing:
         )
         for sequence in request.sequences:
             _add_events(span, sequence, wall_ns)
+        if request.attempt:
+            resumed = {
+                "lockstep.attempt": request.attempt,
+                "lockstep.resumed_tokens": _resumed(request),
+            }
+            span.add_event("resume", resumed, wall_ns(request.arrival_time))
         errors = [sequence.error for sequence in request.sequences if sequence.error is not None]
         if errors:
             span.set_status(Status(StatusCode.ERROR, str(errors[0])))
@@ -131,6 +137,11 @@ def _attributes(request: Request) -> dict[str, Any]:
             for s in sequences
         ],
     }
+
+
+def _resumed(request: Request) -> int:
+    """Returns the output tokens that it came with."""
+    return sum(sequence.num_resumed for sequence in request.sequences)
 
 
 def _add_events(span: Span, sequence: Sequence, wall_ns: Callable[[float], int]) -> None:

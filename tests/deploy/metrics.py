@@ -30,6 +30,8 @@ def _families_of_a_router() -> list[Family]:
         refused={},
         ended={},
         total_s=Histogram(LATENCY_BOUNDS),
+        resumed={},
+        num_resumed_tokens=0,
         kv_snapshots={},
         groups=[serving_pb2.GroupStatus()],
         totals=[GroupMeasures().totals()],

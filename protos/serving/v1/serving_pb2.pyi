@@ -35,6 +35,8 @@ ResourceInfo what was not found, RequestInfo the request's id, which the router'
   CANCELLED           CANCELLED           ended by Cancel.
   UNAVAILABLE         NOT_READY           no group of executors has formed yet.
   UNAVAILABLE         SHUTTING_DOWN       this router stops; go to another one.
+  FAILED_PRECONDITION RESUME_MISMATCH     `resume` is of another model, or its prompt had other
+                                          tokens: the output cannot go on here.
   INVALID_ARGUMENT    CONSTRAINT_FAILED   the output cannot go on as its constraint says.
   INTERNAL            EXECUTOR_FAILED     the request's step failed on the executors again and
                                           again; sending it once more will not help.
@@ -161,6 +163,7 @@ class GenerateRequest(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     CONSTRAINT_FIELD_NUMBER: _builtins.int
     VOCABULARY_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the caller, at most 128 visible ASCII characters, unique among its live requests.
     Empty: we give one, and every response carries it.
@@ -217,6 +220,12 @@ class GenerateRequest(_message.Message):
     def vocabulary(self) -> Global___Vocabulary:
         """Which tokens the output may have. Absent: all of the model's."""
 
+    @_builtins.property
+    def resume(self) -> Global___Resume:
+        """Set: another call had begun to answer this request, and its outputs go on from here. Whatever else
+        the request has must be as it was there, but for the timeout.
+        """
+
     def __init__(
         self,
         *,
@@ -233,16 +242,104 @@ class GenerateRequest(_message.Message):
         timeout: _duration_pb2.Duration | None = ...,
         constraint: Global___Constraint | None = ...,
         vocabulary: Global___Vocabulary | None = ...,
+        resume: Global___Resume | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "constraint", b"constraint", "output", b"output", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "text", b"text", "timeout", b"timeout", "token_ids", b"token_ids", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "constraint", b"constraint", "output", b"output", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "stop", b"stop", "text", b"text", "timeout", b"timeout", "token_ids", b"token_ids", "vocabulary", b"vocabulary"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "constraint", b"constraint", "model", b"model", "n", b"n", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "text", b"text", "timeout", b"timeout", "token_ids", b"token_ids", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "constraint", b"constraint", "model", b"model", "n", b"n", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "stop", b"stop", "text", b"text", "timeout", b"timeout", "token_ids", b"token_ids", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["token_ids", "text", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Resume(_message.Message):
+    """Where a request goes on whose call broke off, here or at another router. Responses have what comes
+    behind these tokens, as they would have had it in the call that broke off. Not refused for a full
+    queue; of metadata "lockstep-resume: 1" on a call of its own, a router with a full queue knows so
+    before it reads the message. If a live request of the caller has the same id and a lower attempt, that
+    one ends, with CANCELLED.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTINUATIONS_FIELD_NUMBER: _builtins.int
+    PROMPT_DIGEST_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    AGE_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    NUM_STALLED_FIELD_NUMBER: _builtins.int
+    prompt_digest: _builtins.bytes
+    """As in Begin. Empty: not checked."""
+    fingerprint: _builtins.str
+    """As in Begin. Empty: not checked."""
+    attempt: _builtins.int
+    """Number of this attempt, 1 for the first one behind the call that broke off."""
+    num_stalled: _builtins.int
+    """Attempts right before this one that a router took and that brought no token. A request that has
+    any is suspected if executors are lost; after a few, give up.
+    """
+    @_builtins.property
+    def continuations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Continuation]:
+        """What came of each continuation. Those that are not named start over."""
+
+    @_builtins.property
+    def age(self) -> _duration_pb2.Duration:
+        """Since the request was first sent: it waits in the line from then on. More than 10 minutes count as
+        10 minutes.
+        """
+
+    def __init__(
+        self,
+        *,
+        continuations: _abc.Iterable[Global___Continuation] | None = ...,
+        prompt_digest: _builtins.bytes = ...,
+        fingerprint: _builtins.str = ...,
+        age: _duration_pb2.Duration | None = ...,
+        attempt: _builtins.int = ...,
+        num_stalled: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "attempt", b"attempt", "continuations", b"continuations", "fingerprint", b"fingerprint", "num_stalled", b"num_stalled", "prompt_digest", b"prompt_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resume: _TypeAlias = Resume  # noqa: Y015
+
+@_typing.final
+class Continuation(_message.Message):
+    """An output so far."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    HAS_ENDED_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Which one, 0 to n - 1."""
+    token_ids: _builtins.bytes
+    """[K] little-endian int32: its tokens that came, each below the vocabulary's size; at most max_tokens.
+    If they end the output, its `finish` comes at once.
+    """
+    has_ended: _builtins.bool
+    """Set: its `finish` came. Nothing more comes of it."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        token_ids: _builtins.bytes = ...,
+        has_ended: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_ended", b"has_ended", "index", b"index", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Continuation: _TypeAlias = Continuation  # noqa: Y015
 
 @_typing.final
 class Constraint(_message.Message):
@@ -607,7 +704,9 @@ class SamplingParams(_message.Message):
     frequency_penalty: _builtins.float
     """-100 to 100: subtracted once per occurrence in the output; absent is 0."""
     seed: _builtins.int
-    """Makes sampling repeatable. Absent: random."""
+    """Makes sampling repeatable. Absent: random, and Begin tells what it is. Needed to resume, if anything
+    samples.
+    """
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Added to the logits of these token ids, -100 to 100; at most 1024 entries."""
@@ -799,6 +898,7 @@ class GenerateResponse(_message.Message):
     FINISH_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PROMPT_TEXT_FIELD_NUMBER: _builtins.int
+    BEGIN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     index: _builtins.int
@@ -830,6 +930,14 @@ class GenerateResponse(_message.Message):
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt, on the first response of index 0, if OutputOptions.echo is set."""
 
+    @_builtins.property
+    def begin(self) -> Global___Begin:
+        """What it takes to resume the request, on its first response. That comes with the first tokens, but as
+        soon as the request was taken if it is a resumed one. On a GenerateMany stream, requests whose
+        tokens are columns have it only if they are resumed or sample without a seed of the caller's, and
+        then as soon as they were taken.
+        """
+
     def __init__(
         self,
         *,
@@ -842,14 +950,61 @@ class GenerateResponse(_message.Message):
         finish: Global___Finish | None = ...,
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         prompt_text: _builtins.str = ...,
+        begin: Global___Begin | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "finish", b"finish"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class Begin(_message.Message):
+    """How a request began."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEED_FIELD_NUMBER: _builtins.int
+    PROMPT_DIGEST_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    IS_EXACT_FIELD_NUMBER: _builtins.int
+    seed: _builtins.int
+    """SamplingParams.seed, or what it is in effect."""
+    prompt_digest: _builtins.bytes
+    """8 bytes over the prompt's tokens."""
+    num_prompt_tokens: _builtins.int
+    """Tokens of the prompt."""
+    fingerprint: _builtins.str
+    """GetModelResponse.fingerprint."""
+    engine: _builtins.str
+    """Release of the router, and a digest of the settings that its executors share. Elsewhere, sums may be
+    rounded otherwise.
+    """
+    is_exact: _builtins.bool
+    """Whether a resumed output is token for token what it would have been, but for what sums in another
+    batch round otherwise. If not, drafts are accepted by chance: it has the same distribution.
+    """
+    def __init__(
+        self,
+        *,
+        seed: _builtins.int = ...,
+        prompt_digest: _builtins.bytes = ...,
+        num_prompt_tokens: _builtins.int = ...,
+        fingerprint: _builtins.str = ...,
+        engine: _builtins.str = ...,
+        is_exact: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "fingerprint", b"fingerprint", "is_exact", b"is_exact", "num_prompt_tokens", b"num_prompt_tokens", "prompt_digest", b"prompt_digest", "seed", b"seed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Begin: _TypeAlias = Begin  # noqa: Y015
 
 @_typing.final
 class TokenLogprob(_message.Message):
@@ -935,6 +1090,8 @@ class Finish(_message.Message):
     DP_RANK_FIELD_NUMBER: _builtins.int
     NUM_DRAFTS_FIELD_NUMBER: _builtins.int
     NUM_ACCEPTED_DRAFTS_FIELD_NUMBER: _builtins.int
+    NUM_RESUMED_TOKENS_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     reason: Global___FinishReason.ValueType
     """Why it ended."""
     stop_token_id: _builtins.int
@@ -948,7 +1105,7 @@ class Finish(_message.Message):
     caller. Always 0 where the router lets callers share the cache.
     """
     num_completion_tokens: _builtins.int
-    """Tokens of this continuation."""
+    """Tokens of this continuation, those that it was resumed with included."""
     num_preemptions: _builtins.int
     """How often it lost its blocks to others and was computed again."""
     group: _builtins.int
@@ -959,13 +1116,17 @@ class Finish(_message.Message):
     """Drafts of its speculative steps that could have been accepted; 0 without any."""
     num_accepted_drafts: _builtins.int
     """Drafts that were accepted. Each saved a step."""
+    num_resumed_tokens: _builtins.int
+    """Tokens that it was resumed with. All that counts and times above, but tokens, is of the last attempt."""
+    attempt: _builtins.int
+    """Resume.attempt; 0 if it was not resumed."""
     @_builtins.property
     def queue_duration(self) -> _duration_pb2.Duration:
         """From arrival to the first step that ran it."""
 
     @_builtins.property
     def first_token_duration(self) -> _duration_pb2.Duration:
-        """From arrival to its first token."""
+        """From arrival to its first token. Absent if it was resumed with tokens."""
 
     @_builtins.property
     def total_duration(self) -> _duration_pb2.Duration:
@@ -988,10 +1149,12 @@ class Finish(_message.Message):
         dp_rank: _builtins.int = ...,
         num_drafts: _builtins.int = ...,
         num_accepted_drafts: _builtins.int = ...,
+        num_resumed_tokens: _builtins.int = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "first_token_duration", b"first_token_duration", "queue_duration", b"queue_duration", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "total_duration", b"total_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "dp_rank", b"dp_rank", "first_token_duration", b"first_token_duration", "group", b"group", "num_accepted_drafts", b"num_accepted_drafts", "num_cached_tokens", b"num_cached_tokens", "num_completion_tokens", b"num_completion_tokens", "num_drafts", b"num_drafts", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "queue_duration", b"queue_duration", "reason", b"reason", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "total_duration", b"total_duration"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "attempt", b"attempt", "dp_rank", b"dp_rank", "first_token_duration", b"first_token_duration", "group", b"group", "num_accepted_drafts", b"num_accepted_drafts", "num_cached_tokens", b"num_cached_tokens", "num_completion_tokens", b"num_completion_tokens", "num_drafts", b"num_drafts", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_resumed_tokens", b"num_resumed_tokens", "queue_duration", b"queue_duration", "reason", b"reason", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "total_duration", b"total_duration"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_string: _TypeAlias = _typing.Literal["stop_string"]  # noqa: Y015
     _WhichOneofArgType__stop_string: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string"]  # noqa: Y015
@@ -1477,6 +1640,7 @@ class GetModelResponse(_message.Message):
     HAS_TOKENIZER_FIELD_NUMBER: _builtins.int
     SUPPORTS_CONSTRAINTS_FIELD_NUMBER: _builtins.int
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
+    RESUMES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """What GenerateRequest.model may say."""
     architecture: _builtins.str
@@ -1495,6 +1659,8 @@ class GetModelResponse(_message.Message):
     """
     has_chat_template: _builtins.bool
     """Set if chats work: the router has a chat template."""
+    resumes: _builtins.bool
+    """Set if GenerateRequest.resume works."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end an output unless ignore_eos is set."""
@@ -1511,10 +1677,11 @@ class GetModelResponse(_message.Message):
         has_tokenizer: _builtins.bool = ...,
         supports_constraints: _builtins.bool = ...,
         has_chat_template: _builtins.bool = ...,
+        resumes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "has_tokenizer", b"has_tokenizer", "max_model_len", b"max_model_len", "name", b"name", "supports_constraints", b"supports_constraints", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "has_tokenizer", b"has_tokenizer", "max_model_len", b"max_model_len", "name", b"name", "resumes", b"resumes", "supports_constraints", b"supports_constraints", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -35,6 +35,8 @@ ResourceInfo what was not found, RequestInfo the request's id, which the router'
   CANCELLED           CANCELLED           ended by Cancel.
   UNAVAILABLE         NOT_READY           no group of executors has formed yet.
   UNAVAILABLE         SHUTTING_DOWN       this router stops; go to another one.
+  FAILED_PRECONDITION RESUME_MISMATCH     `resume` is of another model, or its prompt had other
+                                          tokens: the output cannot go on here.
   INVALID_ARGUMENT    CONSTRAINT_FAILED   the output cannot go on as its constraint says.
   INTERNAL            EXECUTOR_FAILED     the request's step failed on the executors again and
                                           again; sending it once more will not help.

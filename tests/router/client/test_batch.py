@@ -336,7 +336,7 @@ async def test_a_batch_waits_while_the_queue_is_full(
     write(files[0], [line_of(str(n), prompt="a") for n in range(8)])
     num_refused = 0
 
-    def check_room() -> None:
+    def check_room(**_: bool) -> None:
         nonlocal num_refused
         if num_refused < 20:
             num_refused += 1

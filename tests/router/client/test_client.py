@@ -404,6 +404,7 @@ async def test_the_model_and_the_status_come_as_they_were_sent(engines: FakeEngi
             eos_token_ids=[2],
             has_tokenizer=False,
             supports_constraints=True,
+            resumes=True,
         )
 
 

@@ -1,10 +1,11 @@
 """Calls of the public API on fake engines, and what comes of them."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from protos.executor.sampling_fields import INT32, SAMPLING_FIELDS
@@ -32,6 +33,27 @@ async def connected(engines: FakeEngines, tokenizer: Tokenizer | None = None) ->
 
 def prompt(**fields: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), **fields)
+
+
+def resumed(
+    message: pb.GenerateRequest, *outputs: Sequence[int] | None, attempt: int = 1, **fields: Any
+) -> pb.GenerateRequest:
+    """Returns a request that goes on from an output of each continuation; None: that has ended.
+
+    Args:
+        fields: Of Resume.
+    """
+    continuations = [
+        pb.Continuation(
+            index=index,
+            token_ids=np.array(output or (), "<i4").tobytes(),
+            has_ended=output is None,
+        )
+        for index, output in enumerate(outputs)
+    ]
+    again = pb.GenerateRequest.FromString(message.SerializeToString())
+    again.resume.CopyFrom(pb.Resume(continuations=continuations, attempt=attempt, **fields))
+    return again
 
 
 async def responses(call: Any) -> list[Any]:

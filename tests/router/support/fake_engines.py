@@ -85,7 +85,7 @@ class FakeEngines:
         for request in list(self.live.values()):
             self.cancel(request, ShuttingDown("this router shut down before the request had ended"))
 
-    def check_room(self) -> None:
+    def check_room(self, *, is_resumed: bool = False) -> None:
         if self.refusal is not None:
             raise self.refusal
 
@@ -94,12 +94,14 @@ class FakeEngines:
         name = (request.caller, request.request_id)
         if name in self.live:
             raise RequestExists(request.request_id)
-        self.live[name] = request
+        self.live[name], request.served = request, self.model
         if request.deadline is not None:
             error = DeadlineExceeded("the request's time is over")
             loop = asyncio.get_running_loop()
             request.expiry = loop.call_at(request.deadline, self.cancel, request, error)
         self.arrivals.put_nowait(request)
+        for sequence in [sequence for sequence in request.sequences if sequence.is_ended]:
+            self._end(sequence)
         if self.echoes:
             for sequence in request.sequences:
                 self.give(sequence, request.prompt.tolist())
@@ -166,7 +168,7 @@ class FakeEngines:
         request.listener.ended.append(sequence)
         request.listener.wake()
         if not request.is_live:
-            del self.live[request.caller, request.request_id]
+            self.live.pop((request.caller, request.request_id), None)
             if request.expiry is not None:
                 request.expiry.cancel()
 
