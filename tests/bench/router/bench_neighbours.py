@@ -1,12 +1,11 @@
-"""What one load does to another on real processes: a flood beside a caller, long prompts beside answers.
+"""A flood of one caller beside another caller, on real processes.
 
-    python -m tests.bench.router.bench_neighbours [--requests 600] [--rounds 3] [--prompt 1000]
+    python -m tests.bench.router.bench_neighbours [--requests 600] [--rounds 5] [--pause 0.1]
 
-The demo model, router and executors as processes. First, one caller sends all its requests at once, and
-another one after another: its milliseconds to the first token while it has the router for itself, beside
-the flood, and at most as the flood's own caller; and the flood's tokens a second with it over those without. Then answers stream while long
-prompts come eight at a time: p99 of the gaps between their tokens, and of the long prompts' first tokens,
-by turns with chunks as large as fit (`--target-token-gap-ms 0`) and with the budget in seconds.
+The demo model, router and executors as processes. One caller sends all its requests at once, and another
+one a request after another, with a pause between them: its milliseconds to the first token while it has
+the router for itself, beside the flood, and at most as the flood's own caller; and the flood's tokens a
+second alone and beside the other caller, by turns. The last line has the medians of the rounds.
 """
 
 import asyncio
@@ -17,6 +16,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from deploy.local.launch import LocalStack
 from router.client import Client
@@ -26,18 +26,16 @@ from tests.bench.support.quiet import quiet
 CALLERS = ("flood", "other")
 PROMPT_LEN, NUM_TOKENS = 32, 32
 NUM_IDLE = 30  # requests that find the router idle
-NUM_STREAMS, STREAM_TOKENS = 16, 300
 SENT_S = 0.3  # in which a flood's requests have been sent
-BURST = 8  # long prompts at a time
-BURST_S = 1.0  # from one burst to the next
-
 RNG = random.Random(0)
 
+Figures = npt.NDArray[np.float64]
 
-async def first_token(client: Client, length: int = PROMPT_LEN, num_tokens: int = 8) -> float:
+
+async def first_token(client: Client) -> float:
     """Runs a request. Returns its milliseconds to the first token."""
-    prompt = [RNG.randint(1, 30) for _ in range(length)]
-    answer = await client.complete(prompt, max_tokens=num_tokens, ignore_eos=True)
+    prompt = [RNG.randint(1, 30) for _ in range(PROMPT_LEN)]
+    answer = await client.complete(prompt, max_tokens=8, ignore_eos=True)
     return 1e3 * answer.first_token_s
 
 
@@ -51,15 +49,18 @@ async def flood(client: Client, count: int) -> float:
     return count * NUM_TOKENS / (time.perf_counter() - begun)
 
 
-async def one_after_another(client: Client, until: asyncio.Future[float]) -> list[float]:
+async def one_after_another(
+    client: Client, until: asyncio.Future[float], pause_s: float
+) -> list[float]:
     waits = []
     await asyncio.sleep(SENT_S)
     while not until.done():
         waits.append(await first_token(client))
+        await asyncio.sleep(pause_s)
     return waits
 
 
-async def beside_a_flood(count: int, rounds: int) -> None:
+async def beside_a_flood(count: int, rounds: int, pause_s: float) -> None:
     with tempfile.TemporaryDirectory() as folder:
         tokens = {name: secrets.token_hex(16) for name in CALLERS}
         file = Path(folder) / "tokens"
@@ -70,73 +71,40 @@ async def beside_a_flood(count: int, rounds: int) -> None:
             Client(stack.address, token=tokens["flood"]) as many,
             Client(stack.address, token=tokens["other"]) as one,
         ):
-            await flood(many, 100)  # in which step times are learnt
-            print(
-                f"{'idle p50':>10}{'beside a flood p50':>20}{'p99':>8}{'times':>8}"
-                f"{'as one caller, most':>20}{'flood':>8}"
-            )
-            for _ in range(rounds):
-                idle = [await first_token(one) for _ in range(NUM_IDLE)]
-                alone = await flood(many, count)
-                running = asyncio.ensure_future(flood(many, count))
-                as_one = max(await one_after_another(many, running))
-                running = asyncio.ensure_future(flood(many, count))
-                beside = await one_after_another(one, running)
-                p50, p99 = np.percentile(beside, (50, 99))
-                usual = float(np.median(idle))
-                print(
-                    f"{usual:>10.1f}{p50:>20.1f}{p99:>8.1f}{p50 / usual:>8.2f}"
-                    f"{as_one:>20.1f}{await running / alone:>8.3f}",
-                    flush=True,
-                )
+            for _ in range(2):
+                await flood(many, 200)  # in which step times are learnt
+            running = asyncio.ensure_future(flood(many, count))
+            as_one = max(await one_after_another(many, running, pause_s))
+            print(f"as one caller, at most {as_one:.0f} ms")
+            print("idle p50   beside a flood p50   p99   times   flood alone, beside, ratio")
+            found = [await one_round(many, one, count, pause_s) for _ in range(rounds)]
+            show(np.median(found, axis=0))
 
 
-async def gaps_of(client: Client) -> list[float]:
-    """Streams an answer. Returns milliseconds between its tokens."""
-    times = []
-    prompt = [RNG.randint(1, 30) for _ in range(PROMPT_LEN)]
-    async for _ in client.generate(prompt, max_tokens=STREAM_TOKENS, ignore_eos=True):
-        times.append(time.perf_counter())
-    return [1e3 * gap for gap in np.diff(times)]
+async def one_round(many: Client, one: Client, count: int, pause_s: float) -> Figures:
+    """Returns milliseconds idle, beside a flood p50 and p99, and the flood's tokens/s alone and beside."""
+    idle = [await first_token(one) for _ in range(NUM_IDLE)]
+    alone = await flood(many, count)
+    running = asyncio.ensure_future(flood(many, count))
+    beside = await one_after_another(one, running, pause_s)
+    figures = np.array([np.median(idle), *np.percentile(beside, (50, 99)), alone, await running])
+    show(figures)
+    return figures
 
 
-async def burst(client: Client, length: int) -> tuple[float, float]:
-    """Streams answers beside long prompts. Returns p99 of their gaps, and of the prompts' first tokens."""
-    streams = [asyncio.ensure_future(gaps_of(client)) for _ in range(NUM_STREAMS)]
-    prompts = []
-    while not all(stream.done() for stream in streams):
-        prompts += [asyncio.ensure_future(first_token(client, length, 2)) for _ in range(BURST)]
-        await asyncio.wait(streams, timeout=BURST_S)
-    gaps = [gap for stream in streams for gap in await stream]
-    return float(np.percentile(gaps, 99)), float(np.percentile(await asyncio.gather(*prompts), 99))
-
-
-async def beside_long_prompts(length: int, rounds: int) -> None:
-    chunks = ("--target-token-gap-ms", "0")
-    async with (
-        LocalStack(router_args=chunks) as before,
-        LocalStack() as now,
-        before.client() as first,
-        now.client() as second,
-    ):
-        for client in (first, second):
-            await burst(client, length)
-        print(
-            f"{'by chunks: gap p99':>20}{'first p99':>12}{'by time: gap p99':>20}{'first p99':>12}"
-        )
-        for _ in range(rounds):
-            found = [*await burst(first, length), *await burst(second, length)]
-            print(
-                "".join(f"{value:>{w}.1f}" for value, w in zip(found, (20, 12) * 2, strict=True)),
-                flush=True,
-            )
+def show(figures: Figures) -> None:
+    idle, p50, p99, alone, beside = figures.tolist()
+    print(
+        f"{idle:8.1f}{p50:21.1f}{p99:6.0f}{p50 / idle:8.2f}"
+        f"{alone:14.0f}{beside:8.0f}{beside / alone:7.3f}",
+        flush=True,
+    )
 
 
 def main() -> None:
     quiet()
-    options = parse_options(__doc__, requests=600, rounds=3, prompt=1000)
-    asyncio.run(beside_a_flood(options.requests, options.rounds))
-    asyncio.run(beside_long_prompts(options.prompt, options.rounds))
+    options = parse_options(__doc__, requests=600, rounds=5, pause=0.1)
+    asyncio.run(beside_a_flood(options.requests, options.rounds, options.pause))
 
 
 if __name__ == "__main__":
