@@ -10,7 +10,7 @@ An executor without peers has all heads and all rows, and nothing moves.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -18,7 +18,12 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.model.decoder.kernels import Kernels, Peers
-from executor.model.decoder.layer import DecoderLayer, expert_slots_of, names_left_to_others
+from executor.model.decoder.layer import (
+    DecoderLayer,
+    SparseBlock,
+    expert_slots_of,
+    names_left_to_others,
+)
 from executor.model.layers.attention import LayerOptions, Stages
 from executor.model.layers.linear import Embedding, LMHead, vocab_slice
 from executor.model.layers.operators import RMSNorm
@@ -185,6 +190,23 @@ class Decoder:
             WeightGroup({"model.norm.weight": self.norm.weight}),
             head,
         ]
+        return self._as_stored(groups)
+
+    def missing_groups(self, slots: Sequence[int]) -> list[WeightGroup]:
+        """Returns what the checkpoint must hold of experts that are not in their slots yet, of all layers.
+
+        Args:
+            slots: The expert wanted in each, or GHOST, where anything may be.
+        """
+        blocks = ((i, layer.mlp) for i, layer in enumerate(self.layers))
+        return self._as_stored(
+            group
+            for i, block in blocks
+            if isinstance(block, SparseBlock)
+            for group in block.experts.missing_groups(f"model.layers.{i}.mlp.experts.", slots)
+        )
+
+    def _as_stored(self, groups: Iterable[WeightGroup]) -> list[WeightGroup]:
         return [
             replace(group, targets={self._source(x): y for x, y in group.targets.items()})
             for group in groups

@@ -7,7 +7,6 @@ is what ``combine`` does. Dimensions as in ``layer.py``; F is what this executor
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -104,7 +103,8 @@ class ExpertShare:
 class ExpertSlots:
     """Weights of all slots in two tensors, which what runs them arranges for itself.
 
-    A ghost's are whatever was in that memory, and are not read.
+    A ghost's are whatever was in that memory, and are not read. Slots may be filled anew, where they
+    are, while no step uses them.
 
     Args:
         spec: The layer's.
@@ -117,6 +117,7 @@ class ExpertSlots:
 
     Attributes:
         runner: Runs them, once all weight groups are filled.
+        resident: The expert that each slot holds; GHOST where it holds none, or one in part.
     """
 
     def __init__(
@@ -133,6 +134,8 @@ class ExpertSlots:
         device: torch.device,
     ) -> None:
         self._share = share
+        self.resident = [GHOST] * len(share.slots)
+        self._begun: set[int] = set()  # slots that have ever been filled, if only in part
         self._sizes = size, hidden = len(share.columns), hidden_size
         count = len(share.slots)
         self._w13: Weight
@@ -156,29 +159,48 @@ class ExpertSlots:
     def num_bytes(self) -> int:
         """Bytes of all slots."""
         weights = [self._w13, self._w2, *(self._biases or ())]
-        return sum(
-            weight.numbers.nbytes + weight.scales.nbytes
-            if isinstance(weight, KeptWeight)
-            else weight.nbytes
-            for weight in weights
-        )
+        return sum(part.nbytes for weight in weights for part in _parts(weight))
 
     def weight_groups(self, prefix: str) -> list[WeightGroup]:
-        """Returns what the checkpoint must hold, under ``{prefix}{expert}.``."""
+        """Returns what the checkpoint must hold of the share, under ``{prefix}{expert}.``."""
+        return self._groups(prefix, [*enumerate(self._share.slots)])
+
+    def missing_groups(self, prefix: str, slots: Sequence[int]) -> list[WeightGroup]:
+        """Returns the same of experts that are not in their slots yet.
+
+        Args:
+            prefix: Of their names.
+            slots: The expert wanted in each, or GHOST, where anything may be.
+        """
+        wanted = enumerate(zip(slots, self.resident, strict=True))
+        return self._groups(prefix, [(slot, want) for slot, (want, now) in wanted if want != now])
+
+    def _groups(self, prefix: str, experts: Sequence[tuple[int, int]]) -> list[WeightGroup]:
+        return [self._group(prefix, *each) for each in experts if each[1] != GHOST]
+
+    def _group(self, prefix: str, slot: int, expert: int) -> WeightGroup:
         size, hidden = self._sizes
-        groups = []
-        for i, expert in enumerate(self._share.slots):
-            if expert == GHOST:
-                continue
-            w13, w2 = self._w13[i], self._w2[i]
-            gate, up = (_crop(half, size, hidden) for half in self._gate_up(_halves(w13)))
-            targets = self._share.targets(prefix, expert, gate, up, _crop(w2, hidden, size))
-            if self._biases is not None:
-                b13, b2 = (bias[i] for bias in self._biases)
-                b_gate, b_up = (half[:size] for half in self._gate_up(b13.chunk(2)))
-                targets |= self._share.bias_targets(prefix, expert, b_gate, b_up, b2[:hidden])
-            groups.append(WeightGroup(targets, partial(self._arrange, w13, w2)))
-        return groups
+        w13, w2 = self._w13[slot], self._w2[slot]
+        gate, up = (_crop(half, size, hidden) for half in self._gate_up(_halves(w13)))
+        targets = self._share.targets(prefix, expert, gate, up, _crop(w2, hidden, size))
+        if self._biases is not None:
+            b13, b2 = (bias[slot] for bias in self._biases)
+            b_gate, b_up = (half[:size] for half in self._gate_up(b13.chunk(2)))
+            targets |= self._share.bias_targets(prefix, expert, b_gate, b_up, b2[:hidden])
+
+        def begin() -> None:
+            if slot in self._begun:  # its padding may have been arranged
+                for part in (*_parts(w13), *_parts(w2)):
+                    part.zero_()
+            self._begun.add(slot)
+            self.resident[slot] = GHOST
+
+        def finish() -> None:
+            self._arrange(w13, w2)
+            self.runner.refresh()
+            self.resident[slot] = expert
+
+        return WeightGroup(targets, finish, begin)
 
     def _gate_up(self, halves: Sequence[T]) -> Sequence[T]:
         return halves if self.runner.gate_first else halves[::-1]
@@ -189,6 +211,10 @@ class ExpertSlots:
         elif isinstance(w13, torch.Tensor) and isinstance(w2, torch.Tensor):
             w13.copy_(self.runner.arrange(w13))
             w2.copy_(self.runner.arrange_down(w2))
+
+
+def _parts(weight: Weight) -> tuple[torch.Tensor, ...]:
+    return (weight.numbers, weight.scales) if isinstance(weight, KeptWeight) else (weight,)
 
 
 def _halves(weight: Weight) -> Sequence[Weight]:

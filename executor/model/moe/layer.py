@@ -225,6 +225,9 @@ class StackedMoERunner(MoERunner):
         """
         return 2 * hidden_size
 
+    def refresh(self) -> None:
+        """Brings up to date what it has derived from weights, where it is, after some were loaded."""
+
     def arrange_kept(self, w13: KeptWeight, w2: KeptWeight) -> None:
         """Lays one expert's gate and up, and down, as the kernel reads them, in place."""
         raise NotImplementedError(f"{type(self).__name__} takes no weights that are kept")

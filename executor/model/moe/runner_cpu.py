@@ -56,19 +56,27 @@ class CpuMoERunner(StackedMoERunner):
         w2.numbers.copy_(self.arrange_down(w2.numbers))
 
     @cached_property
-    def _of_columns(self) -> tuple[torch.Tensor | None, ...]:
-        """Scales and biases in float32, made by the first run, when all are loaded."""
-        b13, b2 = None, None
-        if self._biases is not None:
-            b13, b2 = (bias.float() for bias in self._biases)
-            b13 = _interleave(b13.T).T.contiguous()
-        return *(self._scales or (None, None)), b13, b2
+    def _float_biases(self) -> tuple[torch.Tensor | None, ...]:
+        """Both biases as the kernel reads them, made by the first run, when all are loaded."""
+        if self._biases is None:
+            return None, None
+        b13, b2 = (bias.float() for bias in self._biases)
+        return _interleave(b13.T).T.contiguous(), b2
+
+    def refresh(self) -> None:
+        before = self.__dict__.pop("_float_biases", None)
+        if before is None or self._biases is None:
+            return
+        for old, new in zip(before, self._float_biases, strict=True):
+            old.copy_(new)
+        self._float_biases = before  # where recorded passes read them
 
     def run(self, dispatched: Dispatched) -> torch.Tensor:
         x, ids = dispatched.x_RD.contiguous(), dispatched.topk_ids_RK.contiguous()
         weights, y = dispatched.topk_weights_RK.contiguous(), dispatched.place_for_results()
         assert (x.dtype, ids.dtype, weights.dtype) == (torch.bfloat16, torch.int32, torch.float32)
-        given = x, ids, weights, self._w13, self._w2, *self._of_columns, y
+        columns = *(self._scales or (None, None)), *self._float_biases
+        given = x, ids, weights, self._w13, self._w2, *columns, y
         self._library("moe", *given, *ids.shape, *self._w2.shape, *self._activation)
         return y
 

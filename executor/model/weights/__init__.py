@@ -10,7 +10,7 @@ load         checks all of it, then copies
 
 from executor.model.weights.formats import Format
 from executor.model.weights.kept import KeptAs, KeptWeight
-from executor.model.weights.load import OnProgress, load_weights, tensor_names
+from executor.model.weights.load import Loader, OnProgress, load_weights, tensor_names
 from executor.model.weights.targets import Cut, Part, Source, Target, Weight, WeightGroup
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Format",
     "KeptAs",
     "KeptWeight",
+    "Loader",
     "OnProgress",
     "Part",
     "Source",

@@ -8,7 +8,7 @@ never read.
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from operator import itemgetter
 from pathlib import Path
 
@@ -27,6 +27,78 @@ OnProgress = Callable[[int, int], None]
 Skips = Callable[[str], bool]
 
 
+class Loader:
+    """Fills parameters from one checkpoint, whose files stay open until ``close``.
+
+    Args:
+        path: Directory with model.safetensors, or shards and their index.
+        weight_format: Of quantised weights, which are dequantised where a group does not keep them;
+            None if there are none.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or it cannot be read.
+    """
+
+    def __init__(self, path: str | Path, weight_format: Format | None = None) -> None:
+        self._stack = ExitStack()
+        self._found = Checkpoint(Path(path), self._stack)
+        self._format = weight_format
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._stack.close()
+
+    def fill(
+        self,
+        groups: Iterable[WeightGroup],
+        *,
+        skipped: Skips = lambda name: True,
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        """Fills every group, and reads nothing else.
+
+        Values are converted to the type of the parameter: floats to floats, integers to integers.
+        Parameters on the meta device are checked like all others, and read nothing.
+
+        Args:
+            groups: What to fill; consumed, so that a finished group's memory can go.
+            skipped: Whether a tensor that no group names may be there; of a quantised one, asked
+                once, with the weight's name.
+            on_progress: Called with tensors loaded and tensors in all, after each.
+
+        Raises:
+            CheckpointError: A tensor is missing, has another shape, is of a type that cannot be
+                converted, or is one that the model has no place for.
+        """
+        pending = deque(groups)
+        del groups  # or it would keep every group to the end
+        weights = _checked(self._found, pending, self._format, skipped)
+        num_threads = torch.get_num_threads()
+        with ExitStack() as stack:
+            stack.callback(
+                torch.set_num_threads, num_threads
+            )  # which threads set for those to come
+            pool = stack.enter_context(ThreadPoolExecutor(READERS, initializer=_keep_to_one_core))
+            uploads = Uploads()
+            done, total = 0, sum(len(_cuts(group)) for group in pending)
+            ahead: deque[tuple[list[Future[None]], Callable[[], None]]] = deque()
+            while pending or ahead:
+                while pending and len(ahead) < READERS:  # which bounds the memory beside the model
+                    group = pending.popleft()
+                    group.begin()
+                    ahead.append((_submit(pool, group, weights, uploads), group.finish))
+                    del group
+                copies, finish = ahead.popleft()
+                for copy in copies:
+                    copy.result()
+                    done += 1
+                    if on_progress is not None:
+                        on_progress(done, total)
+                finish()
+                del finish
+            uploads.wait()
+
+
 def load_weights(
     path: str | Path,
     groups: Iterable[WeightGroup],
@@ -35,50 +107,12 @@ def load_weights(
     skipped: Skips = lambda name: False,
     on_progress: OnProgress | None = None,
 ) -> None:
-    """Fills every group from the checkpoint in ``path``.
+    """Fills every group from the checkpoint in ``path``, which is closed then.
 
-    Values are converted to the type of the parameter: floats to floats, integers to integers.
-    Parameters on the meta device are checked like all others, and read nothing.
-
-    Args:
-        path: Directory with model.safetensors, or shards and their index.
-        groups: What to fill; consumed, so that a finished group's memory can go.
-        weight_format: Of quantised weights, which are dequantised where a group does not keep them;
-            None if there are none.
-        skipped: Whether a tensor that no group names may be left unread; of a quantised one, asked
-            once, with the weight's name.
-        on_progress: Called with tensors loaded and tensors in all, after each.
-
-    Raises:
-        CheckpointError: A tensor is missing, has another shape, is of a type that cannot be
-            converted, or is one that the model has no place for.
+    Args and errors are those of ``Loader`` and its ``fill``. By default, no tensor may be skipped.
     """
-    pending = deque(groups)
-    del groups  # or it would keep every group to the end
-    num_threads = torch.get_num_threads()
-    with ExitStack() as stack:
-        found = Checkpoint(Path(path), stack)
-        weights = _checked(found, pending, weight_format, skipped)
-        stack.callback(torch.set_num_threads, num_threads)  # which threads set for those to come
-        pool = stack.enter_context(ThreadPoolExecutor(READERS, initializer=_keep_to_one_core))
-        uploads = Uploads()
-        done, total = 0, sum(len(_cuts(group)) for group in pending)
-        ahead: deque[tuple[list[Future[None]], Callable[[], None]]] = deque()
-        while pending or ahead:
-            while pending and len(ahead) < READERS:  # which bounds the memory beside the model
-                group = pending.popleft()
-                group.begin()
-                ahead.append((_submit(pool, group, weights, uploads), group.finish))
-                del group
-            copies, finish = ahead.popleft()
-            for copy in copies:
-                copy.result()
-                done += 1
-                if on_progress is not None:
-                    on_progress(done, total)
-            finish()
-            del finish
-        uploads.wait()
+    with closing(Loader(path, weight_format)) as loader:
+        loader.fill(groups, skipped=skipped, on_progress=on_progress)
 
 
 def tensor_names(path: str | Path) -> frozenset[str]:
