@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from executor.budget.token_budget import check_step_limits
-from executor.parallel.layout import Topology
+from executor.parallel.layout import Capacity, Topology
 from protos.executor.grammars import MAX_GRAMMAR_BYTES
 from protos.settings import ON_OFF, Rule, above, at_least, folder_with, one_of, setting
 from protos.transport.addresses import is_loopback
@@ -270,6 +270,11 @@ class ExecutorConfig(ServiceConfig):
     def world_size(self) -> int:
         """Executors of the group."""
         return self.topology.world_size
+
+    @property
+    def capacity(self) -> Capacity:
+        """What this executor is built for: the group that its settings describe."""
+        return self.topology.capacity
 
     @property
     def topology(self) -> Topology:

@@ -71,10 +71,10 @@ def _check_tensors(blueprint: Blueprint, say: Callable[[str], None]) -> None:
     if head := _packed_head_bytes(blueprint, keeping):
         num_bytes += head
         say(f"packed head           {head:,} bytes more on a CPU with kernels, as the head is tied")
-    shape = kv_shape(blueprint.model, config.block_size, dtype, config.topology)
+    shape = kv_shape(blueprint.model, config.block_size, dtype, config.capacity)
     block_bytes = shape.bytes_per_block
     if draft_config is not None:
-        own = draft_config.kv_shape(config.block_size, dtype, config.topology)
+        own = draft_config.kv_shape(config.block_size, dtype, config.capacity)
         block_bytes += 0 if own is None else own.bytes_per_block
     of_token, *of_windows = kv_lines(shape, block_bytes)
     say(f"KV per token          {of_token.bytes:,} bytes on this executor")

@@ -121,7 +121,7 @@ class _Builder:
             frozen = self._frozen_kv()
             return frozen, None, (frozen.graphs,)
         shape = self.draft_config.kv_shape(
-            self.blueprint.config.block_size, self.blueprint.dtype, self.blueprint.config.topology
+            self.blueprint.config.block_size, self.blueprint.dtype, self.blueprint.config.capacity
         )
         assert shape is not None, "it has keys and values of its own"
         kv_pool = self.target_pass.kv_pool.sibling(shape)
@@ -215,8 +215,8 @@ class _Builder:
 
     @property
     def _num_heads(self) -> int:
-        topology = self.blueprint.config.topology
-        return len(attention_share(attention_of(self.draft_config.layers), topology).q_heads)
+        capacity = self.blueprint.config.capacity
+        return len(attention_share(attention_of(self.draft_config.layers), capacity).q_heads)
 
     def _attention(self, kv_pool: KVPool, *widths: int, has_tree: bool = False) -> Attention:
         sizes = self.blueprint.graph_sizes.decode

@@ -172,7 +172,7 @@ def _forward_pass(
     if (plan := blueprint.speculation) is not None:
         graphs.append(graphs[0]._replace(width=plan.num_draft_tokens, has_tree=plan.is_tree))
     attention = attention_of(blueprint.model)
-    num_heads = len(attention_share(attention, config.topology).q_heads)
+    num_heads = len(attention_share(attention, config.capacity).q_heads)
     features = None
     if draft is not None:
         size = (budget.max_tokens_per_rank, draft.feature_size)
@@ -284,7 +284,7 @@ def _communicators(
         device=device.torch_device,
     )
     attn_tp_communicator = AttnTpCommunicator(
-        topology=config.topology,
+        capacity=config.capacity,
         max_shard_tokens_per_rank=budget.max_shard_tokens_per_rank,
         hidden_size=model_config.hidden_size,
         dtype=dtype,

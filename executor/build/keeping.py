@@ -176,7 +176,10 @@ def _peers(blueprint: Blueprint) -> Peers:
             topology=topology, max_tokens_per_rank=0, hidden_size=0, dtype=torch.float32
         ),
         AttnTpCommunicator(
-            topology=topology, max_shard_tokens_per_rank=0, hidden_size=0, dtype=torch.float32
+            capacity=topology.capacity,
+            max_shard_tokens_per_rank=0,
+            hidden_size=0,
+            dtype=torch.float32,
         ),
         moe_dense_tp_size=blueprint.config.moe_dense_tp_size,
     )

@@ -211,7 +211,7 @@ def new_kv_pool(blueprint: Blueprint, device: torch.device) -> KVPool:
     """Makes the KV pool of the target, without its blocks."""
     config = blueprint.config
     return KVPool(
-        kv_shape(blueprint.model, config.block_size, blueprint.dtype, config.topology),
+        kv_shape(blueprint.model, config.block_size, blueprint.dtype, config.capacity),
         num_rows=config.max_num_seqs,
         max_blocks_per_row=blueprint.max_blocks_per_row,
         spill_blocks_per_row=blueprint.spill_blocks_per_row,

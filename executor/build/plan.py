@@ -114,7 +114,7 @@ def check_model_fits(config: ExecutorConfig, model: ModelSpec) -> None:
     Raises:
         ValueError: Names the setting, the model's size that it does not fit, and what would.
     """
-    attention_share(attention_of(model), config.topology)  # checks itself
+    attention_share(attention_of(model), config.capacity)  # checks itself
     world_size, num_parts = config.world_size, config.topology.num_expert_parts
     if model.moe is not None:
         width = model.moe.intermediate_size

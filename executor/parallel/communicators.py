@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from executor.errors import PeerLost
-from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
+from executor.parallel.layout import Capacity, DpLayout, DpPaddingMode, Topology
 from executor.parallel.process_groups import EpochGroups, RankGroup, add_up
 
 WORD = torch.int32  # as wide as ids and weights; a row of hidden states is some of them
@@ -223,7 +223,7 @@ class AttnTpCommunicator(_Communicator):
     With an ``attn_tp_size`` of 1 every method returns its argument, and no group is needed.
 
     Args:
-        topology: This executor's place.
+        capacity: What this executor is built for.
         max_shard_tokens_per_rank: Most rows that an executor has between attention calls.
         hidden_size: Width of the hidden states.
         dtype: Their type, and that of logits before they are gathered.
@@ -237,7 +237,7 @@ class AttnTpCommunicator(_Communicator):
     def __init__(
         self,
         *,
-        topology: Topology,
+        capacity: Capacity,
         max_shard_tokens_per_rank: int,
         hidden_size: int,
         dtype: torch.dtype,
@@ -246,8 +246,8 @@ class AttnTpCommunicator(_Communicator):
         gathered_size: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.topology = topology
-        self.size = topology.attn_tp_size
+        self.capacity = capacity
+        self.size = capacity.attn_tp_size
         self.max_shard_tokens_per_rank = max_shard_tokens_per_rank
         self.max_logits_rows = max_logits_rows
         shards = max_shard_tokens_per_rank if self.size > 1 else 0
@@ -268,7 +268,7 @@ class AttnTpCommunicator(_Communicator):
     def single(cls) -> "AttnTpCommunicator":
         """Returns the communicator of an executor that has a DP rank to itself."""
         return cls(
-            topology=Topology(), max_shard_tokens_per_rank=0, hidden_size=0, dtype=torch.float32
+            capacity=Capacity(), max_shard_tokens_per_rank=0, hidden_size=0, dtype=torch.float32
         )
 
     def join(self, groups: EpochGroups) -> None:
@@ -278,7 +278,7 @@ class AttnTpCommunicator(_Communicator):
             ValueError: It is not made of the ranks that the buffers were made for.
         """
         if self.size > 1 or groups.attn_tp is not None:
-            self._use("attention-TP", groups.attn_tp, self.topology.attn_tp_rank, self.size)
+            self._use("attention-TP", groups.attn_tp, self.capacity.attn_tp_rank, self.size)
 
     def gather(self, x: torch.Tensor, layout: DpLayout) -> torch.Tensor:
         """Collects the DP rank's rows.
@@ -378,7 +378,7 @@ class AttnTpCommunicator(_Communicator):
             return x
         assert len(x) == layout.num_rows, f"{len(x)} rows, {layout.num_rows} in the layout"
         count = layout.shard_num_rows
-        own = x[count * self.topology.attn_tp_rank :][:count]
+        own = x[count * self.capacity.attn_tp_rank :][:count]
         if len(own) == count:
             return own
         return F.pad(own, (0, 0) * (x.dim() - 1) + (0, count - len(own)))

@@ -1,6 +1,7 @@
 """Layout of a group and of its steps: shares of the model, and every rank's tokens. Alike on every rank.
 
-The share of the model that each executor holds (``Topology``), here of 2 x 2:
+What an executor is built for, once, is its ``Capacity``. The share of the model that each executor holds
+in a group (``Topology``), here of 2 x 2:
 
     world rank   0          1          2          3
     DP rank      0          0          1          1        own sequences, own KV cache
@@ -31,8 +32,28 @@ from protos.executor.placement import SlotMap, place_evenly
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Capacity:
+    """What an executor is built for: its weights and its buffers fit every group of this capacity.
+
+    Attributes:
+        attn_tp_rank: Its share of a DP rank's heads, from 0 to ``attn_tp_size - 1``.
+        attn_tp_size: Executors that share one DP rank's attention.
+        max_dp_size: Data-parallel ranks of the largest group.
+    """
+
+    attn_tp_rank: int = 0
+    attn_tp_size: int = 1
+    max_dp_size: int = 1
+
+    @property
+    def max_world_size(self) -> int:
+        """Executors of the largest group."""
+        return self.max_dp_size * self.attn_tp_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """This executor's place in its group.
+    """This executor's place in the group of an epoch.
 
     Attributes:
         dp_rank: From 0 to ``dp_size - 1``.
@@ -65,6 +86,15 @@ class Topology:
                 f"ep_size={self.ep_size} does not divide dp_size * attn_tp_size = "
                 f"{self.world_size} executors: {_fitting(divisors(self.world_size), self.ep_size)}"
             )
+
+    @property
+    def capacity(self) -> Capacity:
+        """What it takes to be in groups of this size, and in no larger ones."""
+        return Capacity(
+            attn_tp_rank=self.attn_tp_rank,
+            attn_tp_size=self.attn_tp_size,
+            max_dp_size=self.dp_size,
+        )
 
     @property
     def world_size(self) -> int:

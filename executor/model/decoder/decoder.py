@@ -79,7 +79,7 @@ class Decoder:
         unread: tuple[str, ...] = (),
     ) -> None:
         hidden = spec.hidden_size
-        topology = peers.topology
+        attn_tp_size = peers.capacity.attn_tp_size
         self.peers = peers
         self._spec = spec
         self._tensors = tensors
@@ -93,7 +93,7 @@ class Decoder:
         self._tied = spec.tied
         self._vocab_size = spec.vocab_size
         self.embed_tokens = Embedding(
-            vocab_slice(spec.vocab_size, topology.attn_tp_size) * topology.attn_tp_size,
+            vocab_slice(spec.vocab_size, attn_tp_size) * attn_tp_size,
             hidden,
             dtype=dtype,
             device=device,
@@ -105,7 +105,7 @@ class Decoder:
         self._left_to_others = {
             _name(tensors(name))
             for layer_id, layer in enumerate(spec.layers)
-            for name in names_left_to_others(layer, f"model.layers.{layer_id}.", topology)
+            for name in names_left_to_others(layer, f"model.layers.{layer_id}.", peers.topology)
         }
         self.norm = RMSNorm(hidden, spec.norm_eps, kernels.operators, dtype=dtype, device=device)
         self.lm_head = LMHead(

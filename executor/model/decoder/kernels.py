@@ -51,7 +51,7 @@ from executor.model.triton.operators import TritonOps
 from executor.model.weights.kept import DEQUANTISED, Keeping, KeptWeight
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.expert_places import ExpertPlaces
-from executor.parallel.layout import Topology
+from executor.parallel.layout import Capacity, Topology
 
 GpuRunner = type[GroupedMMRunner] | type[CutlassMoERunner] | type[CuteDslMoERunner]
 
@@ -315,8 +315,13 @@ class Peers:
         )
 
     @property
+    def capacity(self) -> Capacity:
+        """What this executor is built for, whatever its place: its share of heads and vocabulary."""
+        return self.attn_tp.capacity
+
+    @property
     def topology(self) -> Topology:
-        """Which share of the model this executor has."""
+        """This executor's place: its share of experts, and of dense MLPs that are split."""
         return self.communicator.topology
 
     @property

@@ -63,7 +63,7 @@ class LatentAttention:
         self.operators = kernels.operators
         self._turns_late = kernels.triton is not None
         self._attn_tp = peers.attn_tp
-        self._heads = attention_share(spec, peers.topology).q_heads
+        self._heads = attention_share(spec, peers.capacity).q_heads
         self.num_heads = len(self._heads)
         self._q_width = spec.qk_nope_head_dim + spec.qk_rope_head_dim
         self.latent_width = spec.kv_lora_rank + spec.qk_rope_head_dim
@@ -95,7 +95,7 @@ class LatentAttention:
         self.w_uk = of_heads(self.num_heads, spec.qk_nope_head_dim, spec.kv_lora_rank)
         self.w_uv = of_heads(self.num_heads, spec.kv_lora_rank, spec.v_head_dim)
         # The executors' products are summed, so the first one adds the bias.
-        has_bias = spec.bias and peers.topology.attn_tp_rank == 0
+        has_bias = spec.bias and peers.capacity.attn_tp_rank == 0
         self.o_proj = linear(self.num_heads * spec.v_head_dim, hidden_size, has_bias=has_bias)
 
     def project(self, x: torch.Tensor, rotations: Sequence[Any], layout: DpLayout) -> AttentionCall:

@@ -60,7 +60,7 @@ class GroupedQueryAttention:
         self.rope = spec.rope
         self.head_dim = spec.head_dim
         self.eps = eps
-        share = attention_share(spec, peers.topology)
+        share = attention_share(spec, peers.capacity)
         self.num_heads = len(share.q_heads)
         self.num_kv_heads = len(share.kv_heads) if stores_kv else 0
         # By the letter of its projection: what this executor has of the checkpoint's rows.
@@ -78,7 +78,7 @@ class GroupedQueryAttention:
         width = hidden_size if input_size is None else input_size
         self.qkv_proj = linear(width, sum(self.sizes), has_bias=spec.qkv_bias, parts=self.sizes)
         # The executors' products are summed, so the first one adds the bias.
-        has_bias = spec.o_bias and peers.topology.attn_tp_rank == 0
+        has_bias = spec.o_bias and peers.capacity.attn_tp_rank == 0
         self.o_proj = linear(q_size, hidden_size, has_bias=has_bias)
         # Queries and keys are normalised in one call, each head with its own row of weights.
         self.qk_norm_weight: torch.Tensor | None = None

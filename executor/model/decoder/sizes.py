@@ -6,7 +6,7 @@ import torch
 
 from executor.batch.kv_pool import KVShape
 from executor.model.spec import GqaSpec, MlaSpec, ModelSpec
-from executor.parallel.layout import Topology, divisors, share_of
+from executor.parallel.layout import Capacity, divisors, share_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,14 @@ def attention_of(spec: ModelSpec) -> GqaSpec | MlaSpec:
     return spec.layers[0].attention
 
 
-def attention_share(attention: GqaSpec | MlaSpec, topology: Topology) -> HeadShare:
+def attention_share(attention: GqaSpec | MlaSpec, capacity: Capacity) -> HeadShare:
     """Returns the heads that an executor holds; of latents, which each keeps, there is one.
 
     Raises:
         ValueError: They cannot be shared by ``attn_tp_size`` executors. Says by how many.
     """
     q, kv = attention.num_heads, 1 if isinstance(attention, MlaSpec) else attention.num_kv_heads
-    rank, size = topology.attn_tp_rank, topology.attn_tp_size
+    rank, size = capacity.attn_tp_rank, capacity.attn_tp_size
     problem = None
     if q % size:
         problem = f"num_attention_heads={q} does not divide by it"
@@ -53,7 +53,7 @@ def attention_share(attention: GqaSpec | MlaSpec, topology: Topology) -> HeadSha
 
 
 def kv_shape(
-    spec: ModelSpec, block_size: int, dtype: torch.dtype, topology: Topology | None = None
+    spec: ModelSpec, block_size: int, dtype: torch.dtype, capacity: Capacity | None = None
 ) -> KVShape:
     """Returns the sizes of the keys and values that an executor keeps of a model.
 
@@ -64,7 +64,7 @@ def kv_shape(
         spec: The model.
         block_size: Tokens per block.
         dtype: Type of keys and values.
-        topology: The executor's place in its group; a group of its own if None.
+        capacity: What the executor is built for; to be alone if None.
 
     Raises:
         ValueError: As ``attention_share``.
@@ -82,7 +82,7 @@ def kv_shape(
     is_apart = 0 < len(windows) < len(spec.layers)
     return KVShape.of_heads(
         num_layers=len(spec.layers),
-        num_kv_heads=len(attention_share(attention, topology or Topology()).kv_heads),
+        num_kv_heads=len(attention_share(attention, capacity or Capacity()).kv_heads),
         head_dim=attention.head_dim,
         block_size=block_size,
         dtype=dtype,

@@ -35,7 +35,7 @@ from executor.model.decoder.sizes import attention_of, kv_shape, windows_of
 from executor.model.families import read_family
 from executor.model.spec import GqaSpec, ModelSpec, QkNorm
 from executor.model.weights import tensor_names
-from executor.parallel.layout import Topology
+from executor.parallel.layout import Capacity
 
 _EAGLE3 = "LlamaForCausalLMEagle3"
 _FROZEN_KV = "FrozenKvMTPForCausalLM"
@@ -121,21 +121,21 @@ class DraftConfig:
         return self.layers.hidden_size * (1 + len(self.aux_layers))
 
     def kv_shape(
-        self, block_size: int, dtype: torch.dtype, topology: Topology | None = None
+        self, block_size: int, dtype: torch.dtype, capacity: Capacity | None = None
     ) -> KVShape | None:
         """Returns the sizes of its own keys and values on an executor; None if it has none.
 
         Args:
             block_size: Tokens per block, as in the target's pool.
             dtype: Type of keys and values.
-            topology: The executor's place in its group; a group of its own if None.
+            capacity: What the executor is built for; to be alone if None.
 
         Raises:
             ValueError: Its heads cannot be shared. Says by how many they can.
         """
         if self.target_kv_layer_ids:
             return None
-        return kv_shape(self.layers, block_size, dtype, topology)
+        return kv_shape(self.layers, block_size, dtype, capacity)
 
 
 def _eagle3(fields: Fields, target: ModelSpec) -> DraftConfig:

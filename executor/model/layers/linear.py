@@ -206,7 +206,7 @@ class LMHead:
     ) -> None:
         self.vocab_size = vocab_size
         num_rows = vocab_slice(vocab_size, communicator.size)
-        start = num_rows * communicator.topology.attn_tp_rank
+        start = num_rows * communicator.capacity.attn_tp_rank
         self._rows = range(start, start + num_rows)
         self._communicator = communicator
         self._linear = Linear(

@@ -118,7 +118,7 @@ def inside_a_dp_rank(rank: int, port: int, num_rows: int) -> dict[str, float]:
     tp = Topology(attn_tp_rank=rank, attn_tp_size=2)
     groups: EpochGroups = join_group(HOST, port, SECRET, epoch=2, topology=tp, bind_host=HOST)
     attn_tp = AttnTpCommunicator(
-        topology=tp,
+        capacity=tp.capacity,
         max_shard_tokens_per_rank=num_rows,
         hidden_size=HIDDEN_SIZE,
         dtype=torch.bfloat16,

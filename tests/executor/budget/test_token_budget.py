@@ -418,16 +418,17 @@ def test_a_bound_is_a_setting_or_an_earlier_line(dp_size: int, attn_tp_size: int
 
 
 def test_the_table_has_the_bytes_of_the_buffers_of_collectives():
+    topology = Topology(dp_size=2, attn_tp_size=8)
     sizes: dict[str, Any] = {
-        "topology": Topology(dp_size=2, attn_tp_size=8),
         "hidden_size": UNEVEN.hidden_size,
         "dtype": torch.bfloat16,
         "device": "meta",
     }
     shard = UNEVEN.max_shard_tokens_per_rank
     communicators = (
-        DpCommunicator(max_tokens_per_rank=shard, top_k=UNEVEN.top_k, **sizes),
+        DpCommunicator(topology=topology, max_tokens_per_rank=shard, top_k=UNEVEN.top_k, **sizes),
         AttnTpCommunicator(
+            capacity=topology.capacity,
             max_shard_tokens_per_rank=shard,
             max_logits_rows=UNEVEN.max_logits_rows,
             vocab_slice=vocab_slice(UNEVEN.vocab_size, 8),

@@ -64,7 +64,7 @@ def attn_tp_communicator(
     topology: Topology, dtype: torch.dtype = torch.float32
 ) -> AttnTpCommunicator:
     return AttnTpCommunicator(
-        topology=topology,
+        capacity=topology.capacity,
         max_shard_tokens_per_rank=MAX_TOKENS // topology.attn_tp_size,
         hidden_size=WIDTH,
         dtype=dtype,

@@ -102,7 +102,7 @@ class RunnerCase:
     ) -> None:
         topology = topology or Topology()
         config = read_spec(path)
-        self.heads = attention_share(attention_of(config), topology)
+        self.heads = attention_share(attention_of(config), topology.capacity)
         kernels = None
         if is_capturable:
             cpu = torch.device("cpu")
@@ -130,7 +130,7 @@ class RunnerCase:
         if aux_layers is not None:
             feature_size = config.hidden_size * max(num_aux, 1)
             features = torch.zeros(MAX_TOKENS, feature_size, dtype=config.dtype)
-        shape = kv_shape(config, BLOCK_SIZE, config.dtype, topology)
+        shape = kv_shape(config, BLOCK_SIZE, config.dtype, topology.capacity)
         self.pool = full_pool(shape, NUM_ROWS, MAX_LEN)
         self.settings = ExecutorConfig(
             model=path,
@@ -318,7 +318,7 @@ def fill_heads(pool: KVPool, config: ModelSpec, topology: Topology, *, seed: int
     """Fills a pool with its executor's heads of random keys and values, the same on each of a group."""
     torch.manual_seed(seed)
     attention = attention_of(config)
-    heads = attention_share(attention, topology).kv_heads
+    heads = attention_share(attention, topology.capacity).kv_heads
     num_heads = attention.num_kv_heads if isinstance(attention, GqaSpec) else len(heads)
     for cache in pool.tensors:
         size = (len(cache), num_heads, cache.shape[2])

@@ -46,10 +46,10 @@ class Rank:
             dtype=dtype,
             kernels=kernels,
         )
-        shape = kv_shape(config, BLOCK_SIZE, dtype, topology)
+        shape = kv_shape(config, BLOCK_SIZE, dtype, topology.capacity)
         self.pool = full_pool(shape, NUM_ROWS, MAX_LEN)
         self.attention = cpu_attention(
-            len(attention_share(attention_of(config), topology).q_heads),
+            len(attention_share(attention_of(config), topology.capacity).q_heads),
             shape,
             scale=attention_of(config).scale,
             layers=self.model.attention_layers,

@@ -99,7 +99,7 @@ def test_an_executor_keeps_its_part_of_every_weight(
     sizes: dict[str, Any] = {"hidden_size": 128, "dtype": torch.bfloat16}
     communicators = (
         DpCommunicator(topology=topology, max_tokens_per_rank=1, top_k=3, **sizes),
-        AttnTpCommunicator(topology=topology, max_shard_tokens_per_rank=1, **sizes),
+        AttnTpCommunicator(capacity=topology.capacity, max_shard_tokens_per_rank=1, **sizes),
     )
     model = load_model(
         quantised,

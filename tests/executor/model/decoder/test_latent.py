@@ -16,7 +16,7 @@ from executor.model.layers.attention_torch import TorchAttention
 from executor.model.layers.operators import RotaryEmbedding, TorchOperators
 from executor.model.spec import MlaSpec, RopeSpec
 from executor.model.weights import load_weights
-from executor.parallel.layout import Topology
+from executor.parallel.layout import Capacity
 from tests.executor.support.kv import batch_of, full_pool
 
 HIDDEN, THETA, MAX_LEN = 24, 1e4, 64
@@ -109,7 +109,7 @@ def new_layer(spec: MlaSpec, rank: int = 0, count: int = 1) -> LatentAttention:
     kernels = Kernels(operators=TorchOperators([rotary]), new_experts=Any)
     peers: Any = Peers.gathering(1)
     if count > 1:
-        peers = Sharing(Topology(attn_tp_rank=rank, attn_tp_size=count))
+        peers = Sharing(Capacity(attn_tp_rank=rank, attn_tp_size=count))
     return LatentAttention(spec, HIDDEN, 0, peers, kernels, dtype=torch.float32, device=cpu)
 
 
@@ -148,8 +148,8 @@ class Executor:
 class Sharing:
     """Peers that share the heads, and add up nothing."""
 
-    def __init__(self, topology: Topology) -> None:
-        self.topology = topology
+    def __init__(self, capacity: Capacity) -> None:
+        self.capacity = capacity
         self.attn_tp = self
 
     def scatter_sum(self, x: torch.Tensor, layout: object) -> torch.Tensor:

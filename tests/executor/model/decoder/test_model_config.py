@@ -12,7 +12,7 @@ from executor.model.decoder.fields import MAX_CONFIG_BYTES
 from executor.model.decoder.sizes import attention_of, attention_share, kv_shape
 from executor.model.families import read_spec
 from executor.model.spec import Llama3Scaling, MlpSpec, ModelSpec, MoeSpec, QkNorm
-from executor.parallel.layout import Topology
+from executor.parallel.layout import Capacity
 
 BEFORE_5: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -183,7 +183,7 @@ def shares(
     )
     found = []
     for rank in range(size):
-        share = attention_share(attention, Topology(attn_tp_rank=rank, attn_tp_size=size))
+        share = attention_share(attention, Capacity(attn_tp_rank=rank, attn_tp_size=size))
         found.append((list(share.q_heads), list(share.kv_heads)))
     return found
 
@@ -208,7 +208,7 @@ def test_kv_heads_that_are_fewer_than_the_executors_are_on_several(tmp_path: Pat
 
 def test_what_each_executor_keeps_is_its_share_of_the_kv_heads(tmp_path: Path):
     config = read(tmp_path, num_attention_heads=8, num_key_value_heads=2)
-    shapes = [kv_shape(config, 4, torch.float32, Topology(attn_tp_size=size)) for size in (1, 2, 4)]
+    shapes = [kv_shape(config, 4, torch.float32, Capacity(attn_tp_size=size)) for size in (1, 2, 4)]
     assert [[p.num_heads for p in shape.parts] for shape in shapes] == [
         [2, 2],
         [1, 1],

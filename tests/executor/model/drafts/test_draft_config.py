@@ -82,7 +82,7 @@ def test_what_is_kept_of_a_draft_is_its_own_heads_share(read: Read, kind: str, n
     config = read(kind)
     for size, num_kv_heads in ((1, 2), (2, 1)):
         topology = Topology(attn_tp_size=size, attn_tp_rank=size - 1)
-        assert config.kv_shape(4, torch.bfloat16, topology) == KVShape.of_heads(
+        assert config.kv_shape(4, torch.bfloat16, topology.capacity) == KVShape.of_heads(
             num_layers=num_layers,
             num_kv_heads=num_kv_heads,
             head_dim=8,

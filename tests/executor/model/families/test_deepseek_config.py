@@ -11,7 +11,7 @@ from executor.errors import CheckpointError
 from executor.model.decoder.sizes import attention_of, attention_share, kv_shape
 from executor.model.families import read_spec
 from executor.model.spec import GroupScore, MlaSpec, ModelSpec, MoeSpec, Scores, Yarn
-from executor.parallel.layout import Topology
+from executor.parallel.layout import Capacity, Topology
 
 V3: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -140,9 +140,9 @@ def test_the_published_v3_is_read_as_described(tmp_path: Path) -> None:
 def test_latents_are_kept_whole_however_many_executors_share_the_heads(tmp_path: Path) -> None:
     spec = read(tmp_path, V3)
     topology = Topology(attn_tp_rank=3, attn_tp_size=8)
-    assert kv_shape(spec, 1, torch.bfloat16, topology).bytes_per_block == 70_272
+    assert kv_shape(spec, 1, torch.bfloat16, topology.capacity).bytes_per_block == 70_272
     with pytest.raises(ValueError, match=r"attn_tp_size=3: num_attention_heads=128 does not"):
-        attention_share(attention_of(spec), Topology(attn_tp_size=3))
+        attention_share(attention_of(spec), Capacity(attn_tp_size=3))
 
 
 @pytest.mark.parametrize(

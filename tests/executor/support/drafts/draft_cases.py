@@ -161,7 +161,7 @@ class DraftCase:
             cpu = torch.device("cpu")
             kernels = stacked_kernels(config.layers, dtype=self.dtype, device=cpu, ops=None)
         self.model: Any = load_draft_model(draft, config, self.target.model, kernels=kernels)
-        shape = config.kv_shape(BLOCK_SIZE, self.dtype, self.topology)
+        shape = config.kv_shape(BLOCK_SIZE, self.dtype, self.topology.capacity)
         self.pool = self.target.pool if shape is None else self.target.pool.sibling(shape)
         if shape is not None:
             fill_heads(self.pool, config.layers, self.topology, seed=2)

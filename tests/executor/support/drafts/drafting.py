@@ -49,12 +49,12 @@ class DraftRank:
         self.config = DraftConfig.from_dir(draft_path, target_config)
         kernels = None if new_kernels is None else new_kernels(self.config.layers)
         self.model = load_draft_model(draft_path, self.config, self.target.model, kernels=kernels)
-        shape = self.config.kv_shape(BLOCK_SIZE, target_config.dtype, topology)
+        shape = self.config.kv_shape(BLOCK_SIZE, target_config.dtype, topology.capacity)
         self.pool = self.target.pool
         if shape is not None:
             self.pool = self.target.pool.sibling(shape)
         attention = attention_of(self.config.layers)
-        num_heads = len(attention_share(attention, topology).q_heads)
+        num_heads = len(attention_share(attention, topology.capacity).q_heads)
         self._attention = TorchAttention(num_heads, self.pool.shape, scale=attention.scale)
         self.num_drafted = [[0] * self.pool.num_rows for _ in range(self.model.num_layers)]
 

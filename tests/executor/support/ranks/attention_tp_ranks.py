@@ -92,7 +92,7 @@ def communicators(
             dtype=config.dtype,
         ),
         AttnTpCommunicator(
-            topology=topology,
+            capacity=topology.capacity,
             max_shard_tokens_per_rank=shard,
             hidden_size=config.hidden_size,
             dtype=config.dtype,
