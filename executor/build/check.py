@@ -66,7 +66,7 @@ def _check_tensors(blueprint: Blueprint, say: Callable[[str], None]) -> None:
     config, draft_config, dtype = blueprint.config, blueprint.draft, blueprint.dtype
     keeping = IN_INT8 if config.weights == "int8" else DEQUANTISED
     model = sizes_only(blueprint, keeping)
-    num_bytes = bytes_of(model.weight_groups())
+    num_bytes = bytes_of(model)
     say(f"weights               {num_bytes:,} bytes on this executor")
     if head := _packed_head_bytes(blueprint, keeping):
         num_bytes += head
@@ -92,7 +92,7 @@ def _check_tensors(blueprint: Blueprint, say: Callable[[str], None]) -> None:
     if config.draft_model is not None and draft_config is not None:
         kernels = kept_sizes(draft_config.layers, keeping, dtype=dtype)
         draft = load_draft_model(config.draft_model, draft_config, model, kernels=kernels)
-        say(f"weights of the draft  {bytes_of(draft.weight_groups()):,} bytes on this executor")
+        say(f"weights of the draft  {bytes_of(draft):,} bytes on this executor")
 
 
 def _packed_head_bytes(blueprint: Blueprint, keeping: Keeping) -> int:

@@ -1,7 +1,6 @@
 """Quantised weights: what stays as a checkpoint stores it, by settings, device and sizes, and its bytes."""
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 import structlog
@@ -11,10 +10,11 @@ from executor.build.devices import Device
 from executor.build.plan import Blueprint
 from executor.config import ExecutorConfig
 from executor.model.decoder.kernels import Peers, kept_sizes
+from executor.model.drafts.draft import DraftModel
 from executor.model.families import Model, new_model
 from executor.model.moe.experts import ExpertShare
 from executor.model.spec import ModelSpec
-from executor.model.weights import Format, KeptAs, KeptWeight, Part, WeightGroup, tensor_names
+from executor.model.weights import Format, KeptAs, KeptWeight, Part, tensor_names
 from executor.model.weights.kept import DEQUANTISED, IN_INT8, Keeping
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 
@@ -137,7 +137,7 @@ def plan_keeping(blueprint: Blueprint, device: Device, model: ModelSpec, path: P
 def weight_bytes(blueprint: Blueprint, keeping: Keeping) -> int:
     """Returns the bytes of an executor's weights, if it keeps some of them quantised."""
     with torch.inference_mode():
-        return bytes_of(sizes_only(blueprint, keeping).weight_groups())
+        return bytes_of(sizes_only(blueprint, keeping))
 
 
 def sizes_only(blueprint: Blueprint, keeping: Keeping = DEQUANTISED) -> Model:
@@ -153,18 +153,20 @@ def sizes_only(blueprint: Blueprint, keeping: Keeping = DEQUANTISED) -> Model:
     )
 
 
-def bytes_of(groups: Iterable[WeightGroup]) -> int:
-    """Returns the bytes of what groups fill, with the padding of weights that are kept."""
-    num_bytes = 0
-    kept: dict[int, int] = {}
-    for target in (x for group in groups for x in group.targets.values()):
-        weight = target.target if isinstance(target, Part) else target
+def bytes_of(model: Model | DraftModel) -> int:
+    """Returns the bytes of a model's weights: with the padding of those that are kept, and ghosts."""
+    targets = [x for group in model.weight_groups() for x in group.targets.values()]
+    weights = [x.target if isinstance(x, Part) else x for x in targets]
+    whole = [x for layer in model.expert_slots for x in layer.tensors]
+    for weight in weights:
         if isinstance(weight, KeptWeight):
-            storages = (x.untyped_storage() for x in (weight.numbers, weight.scales))
-            kept |= {storage._cdata: storage.nbytes() for storage in storages}
-        else:
-            num_bytes += weight.nbytes
-    return num_bytes + sum(kept.values())
+            whole += [weight.numbers, weight.scales]
+    storages = {x._cdata: x.nbytes() for x in (tensor.untyped_storage() for tensor in whole)}
+    return sum(storages.values()) + sum(
+        x.nbytes
+        for x in weights
+        if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in storages
+    )
 
 
 def _peers(blueprint: Blueprint) -> Peers:

@@ -107,7 +107,7 @@ def held_lines(
     scratch = held.of(*(one.scratch for one in kernels))
     kept_later = max(one.scratch_bytes for one in kernels)  # threads have it for all models
     lines = [
-        *_slot_lines(blueprint, sum(layer.num_bytes for layer in expert_slots)),
+        *_slot_lines(blueprint, sum(x.nbytes for layer in expert_slots for x in layer.tensors)),
         BudgetLine("scratch of experts, for the rows of a pass", bound, rows, scratch),
         BudgetLine("scratch of the CPU's kernel for experts", bound, rows, kept_later),
         BudgetLine("sampling state of each row", _ROWS, num_rows, held.of(sampler)),

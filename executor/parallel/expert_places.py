@@ -25,6 +25,7 @@ class ExpertPlaces:
         device: Where the tables live.
 
     Attributes:
+        ep_rank: This rank.
         num_experts: E.
         num_slots: S, of each rank.
         ep_size: W, EP ranks.
@@ -36,25 +37,32 @@ class ExpertPlaces:
     """
 
     def __init__(self, slot_map: SlotMap, ep_rank: int, device: torch.device | str = "cpu") -> None:
-        self.ep_size, self.num_slots = len(slot_map), len(slot_map[0])
-        held = [
-            (expert, rank, slot)
-            for rank, slots in enumerate(slot_map)
-            for slot, expert in enumerate(slots)
-            if expert != GHOST
-        ]
-        self.num_experts = len(held)
-        ranks = torch.full((self.num_experts + 1,), self.ep_size)
-        slots = torch.full((self.num_experts + 1,), self.num_slots, dtype=torch.int32)
-        routes = torch.full_like(slots, ep_rank * self.num_slots)
-        for expert, rank, slot in held:
-            ranks[expert], routes[expert] = rank, rank * self.num_slots + slot
-            if rank == ep_rank:
-                slots[expert] = slot
-        self.rank_of_expert = ranks.to(device)
-        self.route_of_expert = routes.to(device)
-        self.slot_of_expert = slots.to(device)
-        self.is_in_order = slot_map[ep_rank] == tuple(range(self.num_experts))
+        self.ep_rank, self.ep_size, self.num_slots = ep_rank, len(slot_map), len(slot_map[0])
+        self.num_experts = sum(expert != GHOST for slots in slot_map for expert in slots)
+        new = torch.empty(self.num_experts + 1, dtype=torch.int32, device=device)
+        self.rank_of_expert = torch.empty_like(new, dtype=torch.int64)
+        self.route_of_expert, self.slot_of_expert = new, torch.empty_like(new)
+        self.write(slot_map)
+
+    def write(self, slot_map: SlotMap) -> None:
+        """Takes over another map of as many experts, where the tables are.
+
+        Graphs find it there, but where ``is_in_order`` changes: then they have to be captured anew.
+        """
+        elsewhere, none = self.num_slots, self.num_experts
+        ranks = [self.ep_size] * (none + 1)
+        slots, routes = [elsewhere] * (none + 1), [self.ep_rank * self.num_slots] * (none + 1)
+        for rank, held in enumerate(slot_map):
+            for slot, expert in enumerate(held):
+                if expert == GHOST:
+                    continue
+                ranks[expert], routes[expert] = rank, rank * self.num_slots + slot
+                if rank == self.ep_rank:
+                    slots[expert] = slot
+        self.rank_of_expert.copy_(torch.tensor(ranks))
+        self.route_of_expert.copy_(torch.tensor(routes))
+        self.slot_of_expert.copy_(torch.tensor(slots))
+        self.is_in_order = slot_map[self.ep_rank] == tuple(range(none))
 
     @classmethod
     def of(

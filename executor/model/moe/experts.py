@@ -156,10 +156,10 @@ class ExpertSlots:
         self.runner = kind(self._w13, self._w2, tool, spec.activation, self._biases)
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of all slots."""
+    def tensors(self) -> list[torch.Tensor]:
+        """What all slots are in, ghosts among them."""
         weights = [self._w13, self._w2, *(self._biases or ())]
-        return sum(part.nbytes for weight in weights for part in _parts(weight))
+        return [part for weight in weights for part in _parts(weight)]
 
     def weight_groups(self, prefix: str) -> list[WeightGroup]:
         """Returns what the checkpoint must hold of the share, under ``{prefix}{expert}.``."""

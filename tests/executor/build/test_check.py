@@ -188,6 +188,8 @@ def test_what_is_refused_is_said_after_what_is_known(model: Path) -> None:
     fits, lines = check_lines(model=model, dp_size=3, dp_rank=2)
     assert fits
     assert lines["experts"] == "2 of 8 in 3 slots, each shared by 1 executors"
+    _, first = check_lines(model=model, dp_size=3)
+    assert lines["weights"] == first["weights"], "a ghost takes the memory of an expert"
     fits, lines = check_lines(model=model, dp_size=7, ep_size=1)
     assert not fits
     assert "ep_size=1: moe_intermediate_size=" in lines["refused"]

@@ -216,8 +216,10 @@ def test_bytes_of_kept_experts_count_their_padding(in_mxfp4: Path) -> None:
     moe, layers = blueprint.model.moe, len(blueprint.model.layers)
     assert moe is not None
     less = weight_bytes(blueprint, DEQUANTISED) - weight_bytes(blueprint, Keeping(MXFP4))
-    plain = 3 * blueprint.model.hidden_size * moe.intermediate_size * 4
+    size, width = blueprint.model.hidden_size, moe.intermediate_size
+    plain = 3 * size * width * 4 + (2 * width + size) * 4
     kept = 3 * 128 * 128 * 17 // 32  # both sizes are below 128; a number takes half a byte
+    kept += 3 * 128 * 4  # biases
     assert less == layers * moe.num_experts * (plain - kept)
 
 
