@@ -159,7 +159,9 @@ class Router(Stepper):
     def commit(self) -> DraftCounts:
         responses = self._cell.finish(self.results[0])
         batches = self.in_flight[0].batches
-        self.results[0] = decode_step(responses, batches, self._cell.vocab_size)
+        results = decode_step(responses, batches, self._cell.vocab_size)
+        # Untimed, so that plans are the same on any machine.
+        self.results[0] = tuple(result._replace(forward_ns=0) for result in results)
         return super().commit()
 
     def lose(self) -> None:
