@@ -476,7 +476,7 @@ def test_missing_log_probabilities_are_refused(num_scores: int, num_top: int) ->
         decode(scores(num_scores, num_top), scored_batch())
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 40, 9000])
+@pytest.mark.parametrize("num_rows", [0, 1, 40, 9000, 20_000])
 def test_the_checksums_are_those_of_what_an_executor_reads(num_rows: int) -> None:
     """Lengths of one, two and three bytes precede what they are of."""
     rows = np.arange(num_rows, dtype=np.int32)
