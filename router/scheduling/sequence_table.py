@@ -194,6 +194,8 @@ class SequenceTable:
         self.block_starts = np.arange(num_rows) * max_blocks
         self.flat_blocks = self.block_table.reshape(-1)
         self.flat_window_blocks = self.window_block_table.reshape(-1)
+        self._ones = np.ones(num_rows, dtype=np.int32)
+        self._ones.flags.writeable = False  # whoever takes columns gets a part of it
         self._last_mask, self._last_row_set = b"", RowSet(self.first_rows[:0], [], [], [])
         starts = range(0, num_rows, rows_per_rank)
         self._free_rows = [list(range(row, row + rows_per_rank))[::-1] for row in starts]
@@ -304,6 +306,7 @@ class SequenceTable:
         row = sequence.row
         sequence.tokens = self.tokens[row, : self.num_tokens[row]].copy()
         sequence.num_taken = int(self.num_taken[row])
+        self.num_taken[row] = self.num_tokens[row]  # nobody takes any here
         sequence.progress.num_drafts = int(self.num_drafts[row])
         sequence.progress.num_accepted_drafts = int(self.num_accepted[row])
         sequence.table = None
@@ -340,10 +343,12 @@ class SequenceTable:
         has_new &= self.is_columnar
         has_new &= self.listener == listener
         rows = self.row_set(has_new).rows
+        if num_new.max() <= 1:  # nobody is behind, of any listener: half the work
+            self.num_taken += has_new
+            counts = self._ones[: len(rows)]
+            return Columns(self.tag.take(rows), counts, self.last_token.take(rows))
         counts = num_new.take(rows)
         np.copyto(self.num_taken, self.num_tokens, where=has_new)
-        if counts.max(initial=1) == 1:
-            return Columns(self.tag.take(rows), counts, self.last_token.take(rows))
         places = self.row_starts.take(rows) + self.num_tokens.take(rows) - counts
         tokens = self.flat_tokens.take(spread(places, counts))
         return Columns(self.tag.take(rows), counts, tokens)
