@@ -7,7 +7,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import uvloop
 
-from protos.memory import give_back_memory
+from protos.memory import manage_memory
 from protos.settings import command
 from router.config import RouterConfig
 
@@ -17,7 +17,7 @@ def main(config: RouterConfig) -> None:
     """Routes generation requests to groups of executors, and schedules every step of them."""
     from router import app
 
-    give_back_memory()
+    manage_memory()
     uvloop.run(app.run(config))
 
 

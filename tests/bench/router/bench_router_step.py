@@ -39,6 +39,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from protos.executor.v1 import executor_pb2 as pb
+from protos.memory import manage_memory
 from protos.serving.v1 import serving_pb2
 from router.api.vllm_kv_events import BlockFeed
 from router.executors.step_codec import decode_step, encode_step, ran_as_sent
@@ -262,6 +263,7 @@ def main() -> None:
     sizes = {"ranks": 16, "rows": 256, "output": 512, "steps": 1000, "window": 0}
     options = parse_options(__doc__, profile=False, untimed=False, subscribers=-1, **sizes)
 
+    manage_memory()  # as the router does
     numbers = options.ranks, options.rows, options.output, options.window, options.subscribers
     bench = Bench(*numbers, is_timed=not options.untimed)
     for _ in range(min(2 * options.output, MAX_WARM_UP)):
