@@ -40,7 +40,7 @@ class BudgetSettings:
     target_first_token_ms: float = setting(500.0, at_least(1))
     """Milliseconds in which waiting prompts should drain: the longer it would take them, the longer
     steps become. No prompt that has a place on a rank is held back for longer."""
-    first_token_weight: float = setting(10.0, at_least(1))
+    first_token_weight: float = setting(30.0, at_least(1))
     """What a second of waiting for a first token is worth in seconds between tokens. A great number
     never holds prompts back and never trims their chunks."""
     prompt_order_weight: float = setting(2.0, at_least(0))
