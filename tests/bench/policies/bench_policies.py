@@ -5,7 +5,7 @@
                                                   [--processes 2] [--results FILE]
 
 Requests come as a trace says, faster or slower: load 1 is the rate at which policies with chunks of
-8,192 tokens end requests when all of them wait at once. A step takes what a formula says of its tokens,
+8,192 tokens end requests when all of them wait at once. More than 8 ranks get the trace several times. A step takes what a formula says of its tokens,
 KV and prompts (`world.py`; `--cost` 30b, r1 or cpu), give or take 2 %. vLLM, SGLang and TensorRT-LLM
 are models of their schedulers (`peers.py`) with a perfect host. Every policy has the same ranks, rows,
 KV and kind of prefix cache.
@@ -40,6 +40,7 @@ from tests.bench.policies.traces import Arrival, read_trace
 from tests.bench.policies.world import COSTS, Cost, Sizes
 from tests.bench.support.options import parse_options
 
+USUAL_RANKS = 8  # more get the trace so often that each has as many requests
 KEPT = Path("build/bench_policies.jsonl")
 COLUMNS = {
     "first p50": ".0f",
@@ -139,7 +140,7 @@ def main() -> None:
             continue
         for load in options.loads:
             print(f"{about}, load {load:g} ({full * load:.1f} requests/s)", flush=True)
-            at_load = group._replace(rate=full * load)
+            at_load = group._replace(rate=full * load, num_copies=-(-num_ranks // USUAL_RANKS))
             if options.front:
                 panels[f"{about}, load {load:g}"] = print_front(at_load, results)
             else:

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import cache
 from hashlib import blake2b
 from multiprocessing import get_context
@@ -39,8 +40,8 @@ class Run(NamedTuple):
     Attributes:
         setting: A name of `settings.ALL`.
         num_requests: The first of the trace.
-        num_copies: So many times over, if all wait at once.
         rate: Requests a second; None: all wait at once.
+        num_copies: So many times over, each time with other prompts.
     """
 
     setting: str
@@ -59,7 +60,12 @@ def figures_of(run: Run) -> Figures:
     they were predicted to take.
     """
     arrivals = read_trace(run.trace, run.num_requests)
-    jobs = [job for n in range(run.num_copies) for job in jobs_at(arrivals, run.rate, copy=n)]
+    period = 0.0 if run.rate is None else len(arrivals) / run.rate
+    jobs = [
+        replace(job, arrival=job.arrival + number * period)
+        for number in range(run.num_copies)
+        for job in jobs_at(arrivals, run.rate, copy=number)
+    ]
     policy = ALL[run.setting](Sizes(num_ranks=run.num_ranks))
     figures = serve(policy, jobs, COSTS[run.cost]).figures()
     if isinstance(policy, lockstep.Lockstep):
