@@ -11,7 +11,7 @@ from tests.bench.policies.lockstep import Lockstep, lockstep
 from tests.bench.policies.peers import sweep
 from tests.bench.policies.results import Results, Run
 from tests.bench.policies.traces import OWN, Arrival, jobs_at, read_trace
-from tests.bench.policies.world import COSTS, Job, Sizes, serve
+from tests.bench.policies.world import COSTS, Gaps, Job, Sizes, serve
 
 SETTINGS = {
     name: build
@@ -46,6 +46,15 @@ def test_the_front_has_the_points_that_none_is_better_than() -> None:
     own = {"Lockstep": (1.0, 6.0), "Lockstep b": (2.0, 2.0)}
     assert leads(own, others) == [("vLLM a", 1.0), ("vLLM b", 1.0), ("vLLM c", 2.0)]
     assert draw({"a load": {**own, **others}}).count('r="2.5"') == 6
+
+
+def test_gaps_count_that_begin_while_requests_come() -> None:
+    gaps = Gaps()
+    gaps.observe(0.5, 2)
+    gaps.observe(0.04, 30)  # until 2 s
+    gaps.observe(3.0, 5)
+    gaps.leave_out(1, 2.0 - 1.5)
+    assert (gaps.values, gaps.counts, gaps.num_left_out) == ([0.5, 3.0], [2, 5], 30)
 
 
 def test_results_are_kept_until_what_they_follow_from_changes(

@@ -118,20 +118,34 @@ class Work:
 
 
 class Gaps:
-    """Times between two tokens of a job: values and how often each came."""
+    """Times between two tokens of a job: values and how often each came.
+
+    Attributes:
+        num_left_out: Gaps that are not among them.
+    """
 
     def __init__(self) -> None:
         self.values: list[float] = []
         self.counts: list[int] = []
+        self.num_left_out = 0
 
     def observe(self, value: float, count: int = 1) -> None:
         if count:
             self.values.append(value)
             self.counts.append(count)
 
+    def leave_out(self, start: int, shorter_than: float) -> None:
+        """Leaves out, of those observed from the start on, what is shorter."""
+        pairs = list(zip(self.values[start:], self.counts[start:], strict=True))
+        kept = [pair for pair in pairs if pair[0] >= shorter_than]
+        self.num_left_out += sum(count for _, count in pairs) - sum(count for _, count in kept)
+        self.values[start:] = [value for value, _ in kept]
+        self.counts[start:] = [count for _, count in kept]
+
     def clear(self) -> None:
         self.values.clear()
         self.counts.clear()
+        self.num_left_out = 0
 
     def percentiles(self, *shares: float) -> list[float]:
         if not self.values:
@@ -189,7 +203,7 @@ class Outcome:
         first = np.array([job.first - job.arrival for job in self.jobs if job.first is not None])
         total = np.array([job.end - job.arrival for job in self.jobs if job.end is not None])
         assert len(total) == len(self.jobs), "a job was dropped"
-        num_tokens = len(self.jobs) + sum(self.gaps.counts)
+        num_tokens = len(self.jobs) + sum(self.gaps.counts) + self.gaps.num_left_out
         assert num_tokens == sum(job.num_output for job in self.jobs), "a token was, or came twice"
         per_token = [
             (job.end - job.first) / (job.num_output - 1)
@@ -221,10 +235,15 @@ class Outcome:
 def serve(
     policy: Policy, jobs: Sequence[Job], cost: Cost, *, seed: int = 0, until: float = math.inf
 ) -> Outcome:
-    """Serves all jobs, in order of arrival, to their ends; or until some time."""
+    """Serves all jobs, in order of arrival, to their ends; or until some time.
+
+    Gaps that begin after the last arrival do not count: a policy that let nothing decode while prompts
+    come would have hardly any others.
+    """
     rng = np.random.default_rng(seed)
     coming, in_flight = deque(jobs), deque[Work]()
     shares: list[float] = []
+    last_arrival = jobs[-1].arrival
     now = device = 0.0
     num_steps = 0
     while True:
@@ -248,7 +267,9 @@ def serve(
         elif in_flight:
             work = in_flight.popleft()
             now = work.start + work.seconds
+            num_gaps = len(policy.gaps.values)
             policy.commit(work, now)
+            policy.gaps.leave_out(num_gaps, now - last_arrival)
         elif coming:
             now = coming[0].arrival
         else:
