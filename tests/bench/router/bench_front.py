@@ -5,7 +5,8 @@
 The real frontend, engines, engine and scheduler run in this process; executors are a timer in it,
 one step of all sequences every `step-ms`. Clients are one other process, on a few channels. So a
 Generate stream gets one message per token, 1 / step-ms times a second, and GenerateMany one
-message per step with the tokens of all.
+message per step with the tokens of all. `bare` is what gRPC's own part of Generate takes: as many streams
+of a handler that writes one and the same message when a timer says so, and does nothing else.
 
 CPU is what this process used, engine and timer included, per token that the clients got; messages
 and tokens per second are what they got of what was offered (streams / step-ms). Where less came
@@ -17,6 +18,7 @@ import json
 import time
 from collections import deque
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import numpy as np
@@ -89,10 +91,42 @@ def timer_engines(step_s: float, num_rows: int, max_listeners: int) -> tuple[Eng
     return engines, drive_group(engines, executors, waiting, min_chunk_tokens=512, retry_delay_s=1)
 
 
+class BareServicer(GenerationServicer):
+    """Answers Generate with one and the same message, as often as tokens are asked for."""
+
+    def __init__(self, engines: Engines, step_s: float) -> None:
+        super().__init__(engines, None, "bench")
+        self._step_s = step_s
+        self._num_open = 0
+        self._step = asyncio.get_running_loop().create_future()
+
+    async def Generate(  # type: ignore[override]
+        self, request: pb.GenerateRequest, context: Any
+    ) -> None:
+        message = pb.GenerateResponse(request_id="0" * 32, token_ids=[1])
+        self._num_open += 1
+        if self._num_open == 1:
+            self._next_step()
+        for _ in range(request.stop.max_tokens):
+            await self._step
+            await context.write(message)
+        self._num_open -= 1
+
+    def _next_step(self) -> None:
+        self._step.set_result(None)
+        loop = asyncio.get_running_loop()
+        self._step = loop.create_future()
+        if self._num_open:
+            loop.call_later(self._step_s, self._next_step)
+
+
 async def measure(method: str, num_streams: int, num_tokens: int, step_ms: float) -> None:
     """Serves one run of the clients and prints its line."""
     engines, engine = timer_engines(step_ms / 1e3, num_streams, max_listeners=num_streams + 1)
-    service = generation(GenerationServicer(engines, None, "bench"))
+    servicer = GenerationServicer(engines, None, "bench")
+    if method == "bare":
+        servicer = BareServicer(engines, step_ms / 1e3)
+    service = generation(servicer)
     load = (f"--method={method}", f"--streams={num_streams}", f"--tokens={num_tokens}")
     async with (
         listening(service, options=PortLimits().server_options()) as address,
@@ -158,7 +192,7 @@ async def run_client(address: str, method: str, num_streams: int, num_tokens: in
         for tag, message in enumerate(messages):
             yield pb.GenerateManyRequest(tag=tag, start=message)
 
-    if method == "Generate":
+    if method != "GenerateMany":
         await asyncio.gather(*(generate(number) for number in range(num_streams)))
     else:
         async for response in stubs[0].GenerateMany(starts()):
@@ -176,7 +210,7 @@ async def run(streams: tuple[int, ...], num_tokens: int, step_ms: float) -> None
         f"{'CPU us/tok':>12}{'CPU us/msg':>12}{'cores':>8}"
     )
     for num_streams in streams:
-        for method in ("Generate", "GenerateMany"):
+        for method in ("bare", "Generate", "GenerateMany"):
             await measure(method, num_streams, num_tokens, step_ms)
 
 
