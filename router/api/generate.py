@@ -14,9 +14,11 @@ from router.api.generate_many import ManyCall
 from router.api.messages import (
     Whole,
     begin_response,
+    empty_response,
     model_response,
     name_request,
     read_request,
+    refill_response,
     served,
     take_response,
 )
@@ -176,7 +178,7 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
 
         Args:
             message: As our own API would get it.
-            write: Sends one response.
+            write: Sends one response, which has been serialised or copied when it returns.
             caller: Who called.
             call_timeout_s: What is left of the call's deadline; None if it has none.
 
@@ -245,11 +247,17 @@ async def _write_responses(request: Request, write: Write) -> None:
     messages, not a longer queue.
     """
     listener, num_open = request.listener, len(request.sequences)
+    first, plain = request.sequences[0], request.output.is_plain and num_open == 1
+    refilled = empty_response(first)
     while num_open:
         await listener.wait()
-        for sequence in request.sequences:
-            if not sequence.is_ended and (response := take_response(sequence)):
-                await write(response)
+        if plain and not (first.is_ended or request.tells_begin):
+            if refill_response(refilled, first):
+                await write(refilled)
+        else:
+            for sequence in request.sequences:
+                if not sequence.is_ended and (response := take_response(sequence)):
+                    await write(response)
         error: RpcError | None = None
         while listener.ended:
             sequence = listener.ended.popleft()

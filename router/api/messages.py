@@ -524,6 +524,27 @@ def _check_count(field: str, count: int, most: int) -> None:
 # ---- responses
 
 
+def empty_response(sequence: Sequence) -> serving_pb2.GenerateResponse:
+    """Returns a response with nothing but what each of a sequence has."""
+    return serving_pb2.GenerateResponse(
+        request_id=sequence.request.request_id, index=sequence.index
+    )
+
+
+def refill_response(response: serving_pb2.GenerateResponse, sequence: Sequence) -> bool:
+    """Puts a sequence's new tokens in place of those of an earlier response, which had no more.
+
+    For a request whose output is plain, and that was told how to resume it: each token of a stream is
+    such a response, and to make one takes four times as long.
+
+    Returns:
+        Whether there are any.
+    """
+    response.ClearField("token_ids")
+    response.token_ids.extend(sequence.take_tokens().tolist())
+    return len(response.token_ids) > 0
+
+
 def take_response(sequence: Sequence) -> serving_pb2.GenerateResponse | None:
     """Returns what is new of a sequence, its finish included, or None if nothing is."""
     request, output = sequence.request, sequence.request.output
@@ -531,9 +552,8 @@ def take_response(sequence: Sequence) -> serving_pb2.GenerateResponse | None:
     token_ids = sequence.take_tokens()
     if not (len(token_ids) or is_finished):
         return None
-    response = serving_pb2.GenerateResponse(
-        request_id=request.request_id, index=sequence.index, token_ids=token_ids.tolist()
-    )
+    response = empty_response(sequence)
+    response.token_ids.extend(token_ids.tolist())
     if output.echo and sequence.index == 0 and 0 < len(token_ids) == sequence.num_output_tokens:
         response.prompt_token_ids.extend(request.prompt.tolist())
         response.prompt_text = request.prompt_text

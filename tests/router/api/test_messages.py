@@ -13,7 +13,7 @@ from grpc import StatusCode
 
 from protos.serving.v1 import serving_pb2 as pb
 from protos.transport.errors import RpcError
-from router.api.messages import read_request
+from router.api.messages import empty_response, read_request, refill_response
 from router.api.text import Tokenizer
 from router.errors import InvalidRequest, PromptTooLong
 from router.requests.callers import CallerSettings
@@ -418,3 +418,14 @@ async def test_only_a_plain_request_on_a_stream_is_columnar(
 ):
     assert (await read(plain, tokenizer, tag=5)).is_columnar is is_columnar
     assert not (await read(plain, tokenizer)).is_columnar
+
+
+async def test_a_response_that_is_used_again_has_the_new_tokens_only():
+    request = await read(prompt())
+    [sequence] = request.sequences
+    response = empty_response(sequence)
+    for new in ([5], [6, 7]):
+        sequence.tokens = np.concatenate((sequence.tokens, np.array(new, np.int32)))
+        assert refill_response(response, sequence)
+        assert response == pb.GenerateResponse(request_id=request.request_id, token_ids=new)
+    assert not refill_response(response, sequence)

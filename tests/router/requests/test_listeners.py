@@ -13,7 +13,7 @@ def indices(*listeners: Listener | int) -> np.ndarray:
 
 
 def is_woken(listener: Listener) -> bool:
-    return listener._news.is_set()
+    return listener._has_news
 
 
 async def test_news_before_a_wait_is_not_missed() -> None:
@@ -50,7 +50,7 @@ def test_a_listener_that_has_not_looked_yet_costs_no_second_wake() -> None:
     listeners = Listeners(max_listeners=1)
     listener = listeners.open()
     listeners.wake(indices(listener))
-    listener._news.clear()  # as if it had begun to look, but does not wait again yet
+    listener._has_news = False  # as if it had begun to look, but does not wait again yet
     listeners.wake(indices(listener))
     assert not is_woken(listener)
 
