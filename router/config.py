@@ -47,7 +47,7 @@ class RouterConfig(EngineSettings, GroupSettings, CallerSettings, ExecutorSecuri
     """Prompt tokens that may wait in each group; more are refused."""
     max_resumed_tokens: int = setting(MAX_RESUMED_TOKENS, at_least(1))
     """Tokens of resumed requests, of prompts and outputs so far, that may wait in each group to be
-    computed again, beside the others; more are refused."""
+    computed again, beside the others; more are refused. Each output counts as 256 at least."""
     priority_step_s: float = setting(10.0, at_least(0))
     """Seconds of waiting that one level of priority is worth, so that no request waits for ever; 0
     is the order of arrival only."""

@@ -102,6 +102,8 @@ def picture(status: pb.GetStatusResponse) -> Group:
     if status.is_draining:
         state, colour = "DRAINING", "yellow"
     facts = [status.model or "no model yet", f"{status.num_live_requests:,} live requests"]
+    if status.num_resumed_requests:
+        facts.append(f"{status.num_resumed_requests:,} resumed so far")
     about = ", ".join((*facts, status.version))
     parts: list[RenderableType] = [_line(("router ", "bold"), (state, colour), f"  {about}"), ""]
     for group in status.groups:

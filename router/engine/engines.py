@@ -271,6 +271,7 @@ class Engines:
             is_ready=self.is_ready,
             is_draining=self.is_draining,
             num_live_requests=self.num_live,
+            num_resumed_requests=self.measures.resumed.total(),
             events=sorted(events, key=lambda e: e.age.ToNanoseconds()),
         )
 

@@ -38,6 +38,7 @@ MIN_FORGET = 64  # flows, before idle ones are forgotten; entries, before those 
 MAX_IDLE = 256  # idle flows that are remembered as ahead of others; those that are most so
 MAX_COUNTED = 32  # flows with counts of their own, the first that come
 OTHERS = "other"
+MIN_RESUMED_TOKENS = 256  # that a resumed sequence counts for, which takes memory by itself
 
 Key = tuple[bool, float]
 
@@ -64,7 +65,7 @@ class Flow:
         num_urgent: Of these, the tokens of requests whose priority is not below 0.
         num_let_in: Of its sequences that wait, those that limits are not for, as they were let in before.
         num_let_in_tokens: Their tokens.
-        num_resumed_tokens: Of these, the tokens of resumed requests.
+        num_resumed_tokens: Of these, what resumed requests count for (`resumed_size`).
         heap: These sequences by turn; ended ones stay until they come up, or are most.
         entry: Number of its entry in the line; 0 while it has none.
     """
@@ -104,8 +105,7 @@ class Flow:
         if sequence.was_let_in:
             self.num_let_in += sign
             self.num_let_in_tokens += num_tokens
-        if sequence.request.attempt:
-            self.num_resumed_tokens += num_tokens
+        self.num_resumed_tokens += sign * resumed_size(sequence)
 
     def take(self) -> None:
         """Notes that one of its sequences is bound."""
@@ -140,6 +140,11 @@ NO_FLOW = Flow(0, 0.0, FlowCounts())
 def num_urgent(sequence: "Sequence") -> int:
     """Returns a waiting sequence's tokens, if its priority is not below 0."""
     return len(sequence.tokens) if sequence.request.priority >= 0 else 0
+
+
+def resumed_size(sequence: "Sequence") -> int:
+    """Returns the tokens that a waiting sequence counts for among resumed ones; 0: it is none."""
+    return max(len(sequence.tokens), MIN_RESUMED_TOKENS) if sequence.request.attempt else 0
 
 
 class Line:

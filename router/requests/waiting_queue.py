@@ -24,7 +24,7 @@ from itertools import chain, count
 from protos.transport.interceptors import Caller
 from router.errors import QueueFull
 from router.requests.callers import DEFAULTS, CallerSettings
-from router.requests.flows import Line, num_urgent
+from router.requests.flows import Line, num_urgent, resumed_size
 from router.requests.request import Request, Sequence, Suspicion
 
 PRIORITY_STEP_S = 10.0
@@ -114,7 +114,7 @@ class WaitingQueue:
         """
         new = [sequence for sequence in request.sequences if not sequence.is_ended]
         if request.attempt:
-            self._check_resumed(request.caller, sum(len(sequence.tokens) for sequence in new))
+            self._check_resumed(request.caller, sum(map(resumed_size, new)))
         else:
             self._check_new(request, len(new))
         behind_s = len(request.prompt) * self._token_s - request.priority * self._priority_step_s
@@ -228,8 +228,7 @@ class WaitingQueue:
         if sequence.was_let_in:
             self._num_let_in += sign
             self._num_let_in_tokens += num_tokens
-        if sequence.request.attempt:
-            self._num_resumed_tokens += num_tokens
+        self._num_resumed_tokens += sign * resumed_size(sequence)
 
 
 # ---- quarantine

@@ -130,6 +130,7 @@ def test_says_what_the_router_does():
     assert render(is_ready=True, **status).startswith(told.format("READY"))
     assert render(**status).startswith(told.format("NOT READY"))
     assert render(is_draining=True, **status).startswith(told.format("DRAINING"))
+    assert "4 live requests, 3 resumed so far, 1.2.3" in render(num_resumed_requests=3, **status)
     assert "the router has no groups" in render()
 
 

@@ -1717,6 +1717,7 @@ class GetStatusResponse(_message.Message):
     IS_DRAINING_FIELD_NUMBER: _builtins.int
     NUM_LIVE_REQUESTS_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
+    NUM_RESUMED_REQUESTS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of the router."""
     model: _builtins.str
@@ -1727,6 +1728,8 @@ class GetStatusResponse(_message.Message):
     """Whether it was told to stop."""
     num_live_requests: _builtins.int
     """Requests that wait or run."""
+    num_resumed_requests: _builtins.int
+    """Requests that were resumed here after their calls had broken off, so far."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupStatus]:
         """Every group, by number."""
@@ -1745,10 +1748,11 @@ class GetStatusResponse(_message.Message):
         is_draining: _builtins.bool = ...,
         num_live_requests: _builtins.int = ...,
         events: _abc.Iterable[Global___Event] | None = ...,
+        num_resumed_requests: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "groups", b"groups", "is_draining", b"is_draining", "is_ready", b"is_ready", "model", b"model", "num_live_requests", b"num_live_requests", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "groups", b"groups", "is_draining", b"is_draining", "is_ready", b"is_ready", "model", b"model", "num_live_requests", b"num_live_requests", "num_resumed_requests", b"num_resumed_requests", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

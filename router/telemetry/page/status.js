@@ -303,6 +303,7 @@ function draw(status, silence) {
     document.getElementById("facts"),
     fact("Model", status.model || "none yet"),
     fact("Live requests", count(status.num_live_requests)),
+    fact("Resumed so far", count(status.num_resumed_requests)),
     fact("Version", status.version),
   );
   const groups = status.groups.length

@@ -54,6 +54,7 @@ PUBLIC_ANSWERS = {
     ("NOT_FOUND", "MODEL_NOT_FOUND"),
     ("NOT_FOUND", "REQUEST_NOT_FOUND"),
     ("ALREADY_EXISTS", "REQUEST_EXISTS"),
+    ("FAILED_PRECONDITION", "RESUME_MISMATCH"),
     ("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED"),  # a timeout of a nanosecond
     ("CANCELLED", "CANCELLED"),  # by a Cancel of the same id
     ("RESOURCE_EXHAUSTED", ""),  # by gRPC: longer than the port takes

@@ -294,21 +294,21 @@ async def test_a_higher_attempt_takes_the_place_of_a_live_one_and_no_other_does(
         assert engines.num_live == 0
 
 
-def waiting(**fields: Any) -> Request:
+def waiting(num_tokens: int = 500, **fields: Any) -> Request:
     request = make_request([1] * 3, READER, 1, **fields)
     for sequence in request.sequences:
-        sequence.tokens = np.ones(3 + 2, np.int32)
+        sequence.tokens = np.ones(num_tokens, np.int32)
     return request
 
 
 def test_a_full_queue_takes_resumed_requests_up_to_a_bound_of_their_own():
-    queue = WaitingQueue(max_sequences=1, max_tokens=5, max_resumed_tokens=12)
+    queue = WaitingQueue(max_sequences=1, max_tokens=5, max_resumed_tokens=1200)
     queue.submit(make_request([1] * 3, READER, 1))
     with pytest.raises(QueueFull):
         queue.submit(make_request([1] * 3, READER, 1))
     for _ in range(2):
         queue.submit(waiting(attempt=1))
-    with pytest.raises(QueueFull, match="max_resumed_tokens=12"):
+    with pytest.raises(QueueFull, match="max_resumed_tokens=1200"):
         queue.submit(waiting(attempt=1))
     while queue.peek() is not None:
         queue.pop()
@@ -316,8 +316,16 @@ def test_a_full_queue_takes_resumed_requests_up_to_a_bound_of_their_own():
     assert len(queue) == 9
 
 
+def test_many_short_outputs_do_not_fill_the_memory():
+    queue = WaitingQueue(max_sequences=1, max_tokens=5, max_resumed_tokens=1200)
+    for _ in range(4):
+        queue.submit(waiting(4, attempt=1))
+    with pytest.raises(QueueFull, match="1024 tokens of resumed requests wait and 256 more"):
+        queue.submit(waiting(4, attempt=1))
+
+
 def test_no_caller_fills_the_bound_of_resumed_requests_by_itself():
-    queue = WaitingQueue(max_sequences=1, max_tokens=5, max_resumed_tokens=16)
+    queue = WaitingQueue(max_sequences=1, max_tokens=5, max_resumed_tokens=1600)
     for _ in range(2):
         queue.submit(waiting(attempt=1, caller=("one",)))
     with pytest.raises(QueueFull, match="of the flow one wait"):
