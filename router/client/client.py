@@ -11,14 +11,17 @@
             await asyncio.gather(*[many.complete(prompt) for prompt in prompts])
 
 A call that meets UNAVAILABLE before its first answer is sent again by gRPC, up to 4 times in
-about 2 seconds: a router that drains refuses in this way. Nothing else is: a timeout has no time
-left, what was rejected stays wrong, and an overloaded router asks for a pause
-(`Overloaded.retry_delay_s`) that only the caller can place. `many` does the same for each request
-on its stream.
+about 2 seconds: a router that drains refuses in this way. One whose router dies goes on from the tokens
+that came, here or at another router, and its caller sees a pause (`resume.py`). Nothing else is sent
+again: a timeout has no time left, what was rejected stays wrong, and an overloaded router asks for a
+pause (`Overloaded.retry_delay_s`) that only the caller can place. `many` does the same for each
+request on its stream.
 """
 
+import asyncio
 import json
 import re
+import uuid
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from pathlib import Path
@@ -34,10 +37,12 @@ from protos.transport.channel import ChannelOpener, Option
 from protos.transport.credentials import TlsFiles, WatchedTls, token_sender
 from router.client.many import Many
 from router.client.messages import (
+    CallFailed,
     Chat,
     Collector,
     Completion,
     Delta,
+    Interrupted,
     Options,
     Prompt,
     failure_of_call,
@@ -45,6 +50,7 @@ from router.client.messages import (
     to_delta,
     to_request,
 )
+from router.client.resume import METADATA, Attempts, Resumption, first_message, no_end
 
 Credentials = grpc.ChannelCredentials | TlsFiles | None
 
@@ -78,11 +84,13 @@ _CHANNEL_OPTIONS = [
     ("grpc.per_rpc_retry_buffer_size", _MAX_MESSAGE_BYTES),
     # One that restarts is back within seconds; by itself gRPC looks ever less often, in the end
     # every two minutes.
-    ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-    # A router that is gone without a word is noticed after this time, even while none is due.
-    ("grpc.keepalive_time_ms", 60_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 300),
+    # A router that is gone without a word is noticed after this time, while a call is open.
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 1_000),
+    ("grpc.http2.ping_timeout_ms", 3_000),  # of pings that measure the way, in place of those
+    ("grpc.http2.max_pings_without_data", 0),  # any number: a call that reads sends nothing
 ]
 _ANSWER_GRACE_S = 1.0  # the router ends a request on time; this is for one that does not answer
 
@@ -100,6 +108,10 @@ class Client:
         watches_health: Ask every address whether it is ready, and send requests to ready
             ones. For a target that names several routers; not behind a proxy, which looks after
             that itself, and would pass the question on to any one of them.
+        resume: Whether requests whose call breaks off are sent again, to go on from the tokens that
+            came; `Completion.num_resumes` tells how often. Without a seed, a request that samples
+            gets one.
+        resume_for_s: Seconds without a token after which such a request fails all the same.
 
     Raises:
         OSError: A file cannot be read.
@@ -114,8 +126,11 @@ class Client:
         token: str | Path | None = None,
         plaintext: bool = False,
         watches_health: bool = False,
+        resume: bool = True,
+        resume_for_s: float = 60.0,
     ) -> None:
         self._target = target
+        self._resumption = Resumption(resume_for_s if resume else 0.0)
         self._opener = channel_opener(target, credentials, token, plaintext=plaintext)
         self._watches_health = watches_health
         self._channels: list[grpc.aio.Channel] = []  # replaced ones too
@@ -183,12 +198,48 @@ class Client:
         Raises:
             CallFailed: The request failed.
         """
+        attempts = self._attempts(prompt, options)
+        async with aclosing(self._generate(attempts)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    def _attempts(self, prompt: Prompt, options: Options) -> Attempts:
         request = to_request(prompt, options)
-        with self._calling():
-            call = self._lane().call("Generate", request, timeout=_call_timeout_s(options))
+        if self._resumption.for_s and not request.request_id:
+            request.request_id = uuid.uuid4().hex
+        return Attempts(request, options.get("timeout_s"), self._resumption)
+
+    async def _generate(self, attempts: Attempts) -> AsyncGenerator[Delta, None]:
+        """Yields what comes of a request, over as many calls as it takes."""
+        while True:
             try:
-                async for message in call:
-                    yield to_delta(message)
+                async with aclosing(self._call(attempts)) as deltas:
+                    async for delta in deltas:
+                        yield delta
+                failure: CallFailed = no_end()
+            except CallFailed as error:
+                failure = error
+            if attempts.has_ended:
+                return
+            await asyncio.sleep(attempts.pause_after(failure))
+
+    async def _call(self, attempts: Attempts) -> AsyncGenerator[Delta, None]:
+        """Yields what comes of one call."""
+        timeout_s, patience_s = attempts.timeout_s, attempts.patience_s
+        with self._calling():
+            call = self._lane().call(
+                "Generate",
+                attempts.next_request(),
+                timeout=None if timeout_s is None else timeout_s + _ANSWER_GRACE_S,
+                metadata=METADATA if attempts.num_resumes else None,
+                wait_for_ready=patience_s is not None,
+            )
+            try:
+                message = await first_message(call, patience_s)
+                while message is not grpc.aio.EOF:
+                    if (delta := attempts.take(message)) is not None:
+                        yield delta
+                    message = await call.read()
             finally:
                 call.cancel()
 
@@ -208,10 +259,15 @@ class Client:
             CallFailed: The request failed.
         """
         collector = Collector(options.get("n") or 1)
-        async with aclosing(self.generate(prompt, **options)) as deltas:
-            async for delta in deltas:
-                collector.add(delta)
-        return collector.completions()
+        attempts = self._attempts(prompt, options)
+        try:
+            async with aclosing(self._generate(attempts)) as deltas:
+                async for delta in deltas:
+                    collector.add(delta)
+        except Interrupted as error:
+            error.so_far = collector.so_far(error.request_id)
+            raise
+        return collector.completions(attempts.num_resumes)
 
     async def complete_unary(self, prompt: Prompt, **options: Unpack[Options]) -> list[Completion]:
         """Returns all `n` continuations, by index, from one answer instead of a stream.
@@ -231,7 +287,9 @@ class Client:
 
     def many(self) -> Many:
         """Returns a stream for many requests, to be opened by `async with`."""
-        return Many(lambda: self._lane().call("GenerateMany"))
+        return Many(
+            lambda **options: self._lane().call("GenerateMany", **options), self._resumption
+        )
 
     async def tokenize(self, prompt: str | Chat) -> list[int]:
         """Returns the tokens of a prompt, of any number.

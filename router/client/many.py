@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import random
 import struct
 import uuid
 from collections.abc import AsyncGenerator, Callable
@@ -18,49 +17,61 @@ from router.client.messages import (
     Collector,
     Completion,
     Delta,
+    Interrupted,
     Options,
     Prompt,
     Unavailable,
     failure_of_call,
     failure_of_tag,
-    to_delta,
     to_request,
 )
+from router.client.resume import Attempts, Resumption, broke_off, first_message
 
 Call = grpc.aio.StreamStreamCall[serving_pb2.GenerateManyRequest, serving_pb2.GenerateManyResponse]
+Taken = serving_pb2.GenerateResponse | list[int]  # a response, or tokens of a column
 
 # Before each further attempt; the same as the channel's retry policy has for calls.
-RETRY_DELAYS_S = (0.1, 0.2, 0.4, 0.8, None)
+RETRY_DELAYS_S = (0.1, 0.2, 0.4, 0.8)
 
 
 class Many:
     """A stream of many requests. Made by `Client.many`; use it in one `async with`.
 
     A request that meets Unavailable before anything came of it is sent again on a new stream, as
-    gRPC does for calls. What else fails is the caller's, and a stream that breaks for another reason
+    gRPC does for calls, and one that breaks off goes on from the tokens that came, as those of
+    `Client.generate` do. What else fails is the caller's, and a stream that breaks for another reason
     is not opened again.
 
     Leaving the block waits for what still runs; an exception cancels it.
 
     Args:
-        open_call: Opens a stream.
+        open_call: Opens a stream, with gRPC's options.
+        resumption: Of the client.
     """
 
-    def __init__(self, open_call: Callable[[], Call]) -> None:
+    def __init__(self, open_call: Callable[..., Call], resumption: Resumption) -> None:
         self._open_call = open_call
+        self._resumption = resumption
         self._tags = itertools.count()
         self._streams: list[_Stream] = []  # the last one takes new requests
+        self._num_running = 0  # requests
+        self._is_idle = asyncio.Event()
+        self._is_over = False
 
     async def __aenter__(self) -> Self:
         self._streams = []  # opened at the first request: a router waits some seconds for it only
+        self._is_idle.set()
+        self._is_over = False
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
+                await self._is_idle.wait()  # some may go on on another stream
                 for stream in self._streams:
                     await stream.finish()
         finally:
+            self._is_over = True
             await asyncio.gather(*[stream.close() for stream in self._streams])
 
     async def generate(
@@ -71,21 +82,16 @@ class Many:
         Raises:
             CallFailed: The request failed, or the stream did.
         """
-        for delay_s in RETRY_DELAYS_S:
-            deltas: asyncio.Queue[Delta | None] = asyncio.Queue()  # bounded by max_tokens
-            running = self._start(prompt, options, deltas.put_nowait)
-            running.ended.add_done_callback(_closes(deltas))
-            try:
-                while (delta := await deltas.get()) is not None:
-                    yield delta
-                running.ended.result()
-                return
-            except Unavailable:
-                if running.has_begun or delay_s is None:
-                    raise
-            finally:
-                running.stop()
-            await _pause(delay_s)
+        attempts = self._attempts(prompt, options)
+        deltas: asyncio.Queue[Delta | None] = asyncio.Queue()  # bounded by max_tokens
+        running = asyncio.create_task(self._run(attempts, deltas.put_nowait))
+        running.add_done_callback(_closes(deltas))
+        try:
+            while (delta := await deltas.get()) is not None:
+                yield delta
+            running.result()
+        finally:
+            running.cancel()
 
     async def complete(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """Returns one whole continuation. Cancelling the task cancels the request.
@@ -98,31 +104,67 @@ class Many:
 
     async def complete_all(self, prompt: Prompt, **options: Unpack[Options]) -> list[Completion]:
         """Returns all `n` continuations, by index."""
-        for delay_s in RETRY_DELAYS_S:
-            collector = Collector(options.get("n") or 1)
-            running = self._start(prompt, options, collector.add)
-            try:
-                await running.ended
-                break
-            except Unavailable:
-                if running.has_begun or delay_s is None:
-                    raise
-            finally:
-                running.stop()
-            await _pause(delay_s)
-        return collector.completions()
+        collector = Collector(options.get("n") or 1)
+        attempts = self._attempts(prompt, options)
+        try:
+            await self._run(attempts, collector.add)
+        except Interrupted as error:
+            error.so_far = collector.so_far(error.request_id)
+            raise
+        return collector.completions(attempts.num_resumes)
 
-    def _start(
-        self, prompt: Prompt, options: Options, on_delta: Callable[[Delta], None]
-    ) -> "_Running":
+    def _attempts(self, prompt: Prompt, options: Options) -> Attempts:
         options.setdefault("request_id", uuid.uuid4().hex)  # columns do not carry it
         request = to_request(prompt, options)
+        return Attempts(request, options.get("timeout_s"), self._resumption, RETRY_DELAYS_S)
+
+    async def _run(self, attempts: Attempts, on_delta: Callable[[Delta], None]) -> None:
+        """Returns when a request has ended, on as many streams as it takes."""
+
+        def take(taken: Taken) -> None:
+            if isinstance(taken, list):
+                delta: Delta | None = attempts.take_tokens(taken)
+            else:
+                delta = attempts.take(taken)
+            if delta is not None:
+                on_delta(delta)
+
+        self._num_running += 1
+        self._is_idle.clear()
+        try:
+            while (failure := await self._attempt(attempts, take)) is not None:
+                if self._is_over:
+                    raise failure
+                await asyncio.sleep(attempts.pause_after(failure))
+        finally:
+            self._num_running -= 1
+            if not self._num_running:
+                self._is_idle.set()
+
+    async def _attempt(
+        self, attempts: Attempts, take: Callable[[Taken], None]
+    ) -> CallFailed | None:
+        """Sends a request. Returns what ended it before its outputs had ended, if anything did."""
+        try:
+            running = self._start(attempts, take)
+            try:
+                await running.ended
+            finally:
+                running.stop()
+        except CallFailed as error:
+            return error
+        return None
+
+    def _start(self, attempts: Attempts, take: Callable[[Taken], None]) -> "_Running":
         if not self._streams or self._streams[-1].is_refusing:
             self._streams = [stream for stream in self._streams if not stream.has_ended]
             for stream in self._streams:
                 stream.half_close_if_idle()  # what runs on the others may end there
-            self._streams.append(_Stream(self._open_call()))
-        return self._streams[-1].start(next(self._tags), request, on_delta)
+            patience_s = attempts.patience_s
+            call = self._open_call(wait_for_ready=patience_s is not None)
+            self._streams.append(_Stream(call, patience_s))
+        request = attempts.next_request()
+        return self._streams[-1].start(next(self._tags), request, take)
 
 
 class _Stream:
@@ -130,11 +172,16 @@ class _Stream:
 
     Attributes:
         is_refusing: Whether its router takes no requests, or is gone.
+
+    Args:
+        call: As it was opened.
+        patience_s: How long gRPC may look for a router; None: it does not wait for one.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, patience_s: float | None) -> None:
         self.is_refusing = False
         self._call = call
+        self._patience_s = patience_s
         self._running: dict[int, _Running] = {}
         # One entry per request started or cancelled: its callers wait, so they bound it.
         self._outgoing: asyncio.Queue[serving_pb2.GenerateManyRequest | None] = asyncio.Queue()
@@ -147,7 +194,7 @@ class _Stream:
         return self._reading.done()
 
     def start(
-        self, tag: int, request: serving_pb2.GenerateRequest, on_delta: Callable[[Delta], None]
+        self, tag: int, request: serving_pb2.GenerateRequest, take: Callable[[Taken], None]
     ) -> "_Running":
         """Sends a request.
 
@@ -157,7 +204,8 @@ class _Stream:
         if self._failure is not None:
             raise self._failure
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        running = _Running(self, tag, request.request_id, on_delta, ended, request.n or 1)
+        num_ended = sum(each.has_ended for each in request.resume.continuations)
+        running = _Running(self, tag, take, ended, (request.n or 1) - num_ended)
         self._running[tag] = running
         self._outgoing.put_nowait(serving_pb2.GenerateManyRequest(tag=tag, start=request))
         return running
@@ -194,8 +242,12 @@ class _Stream:
 
     async def _read(self) -> None:
         try:
-            async for message in self._call:
+            message = await first_message(self._call, self._patience_s)
+            while message is not grpc.aio.EOF:
                 self._receive(message)
+                message = await self._call.read()
+        except Unavailable as error:
+            self._failure = error
         except grpc.aio.AioRpcError as error:
             self._failure = failure_of_call(error)
         finally:
@@ -203,7 +255,8 @@ class _Stream:
                 self._failure = Unavailable(
                     grpc.StatusCode.UNAVAILABLE, "the stream has ended", ErrorDetails()
                 )
-            self.is_refusing = isinstance(self._failure, Unavailable)
+            self.is_refusing = broke_off(self._failure)
+            self._writing.cancel()
             for tag in list(self._running):
                 self._fail(tag, self._failure)
 
@@ -212,13 +265,10 @@ class _Stream:
         ends = itertools.accumulate(num_tokens)
         tags = _column("I", message.tags)
         for tag, count, end in zip(tags, num_tokens, ends, strict=True):
-            running = self._running[tag]
-            running.take(
-                Delta(request_id=running.request_id, token_ids=token_ids[end - count : end])
-            )
+            self._running[tag].take(token_ids[end - count : end])
         for response in message.responses:
             running = self._running[response.tag]
-            running.take(to_delta(response.response))
+            running.take(response.response)
             if response.response.HasField("finish"):
                 running.num_open -= 1
                 if not running.num_open:
@@ -228,7 +278,7 @@ class _Stream:
         for error in message.errors:
             failure = failure_of_tag(error)
             running = self._running[error.tag]
-            if isinstance(failure, Unavailable) and not running.has_begun:
+            if isinstance(failure, Unavailable):
                 self.is_refusing = True
             self._fail(error.tag, failure)
 
@@ -243,22 +293,16 @@ class _Running:
     """A request on a stream.
 
     Attributes:
+        take: Told of what comes.
         ended: Done when nothing more comes; cancelled when nobody waits.
         num_open: Continuations that have not finished.
-        has_begun: Whether anything came of it.
     """
 
     stream: _Stream
     tag: int
-    request_id: str
-    on_delta: Callable[[Delta], None]
+    take: Callable[[Taken], None]
     ended: asyncio.Future[None]
     num_open: int
-    has_begun: bool = False
-
-    def take(self, delta: Delta) -> None:
-        self.has_begun = True
-        self.on_delta(delta)
 
     def stop(self) -> None:
         """Cancels it if it still runs: nobody waits for it any more."""
@@ -272,11 +316,10 @@ def _column(code: str, data: bytes) -> list[int]:
     return list(struct.unpack(f"<{len(data) // 4}{code}", data))
 
 
-def _closes(deltas: asyncio.Queue[Delta | None]) -> Callable[[asyncio.Future[None]], None]:
-    return lambda _: deltas.put_nowait(None)
+def _closes(deltas: asyncio.Queue[Delta | None]) -> Callable[[asyncio.Task[None]], None]:
+    def close(running: asyncio.Task[None]) -> None:
+        deltas.put_nowait(None)
+        if not running.cancelled():
+            running.exception()  # counts as seen: who closes a generator asks for no result
 
-
-async def _pause(delay_s: float | None) -> None:
-    """Waits, more or less: callers that were refused together shall not come back together."""
-    assert delay_s is not None, "who has no delay left has raised"
-    await asyncio.sleep(delay_s * random.uniform(0.8, 1.2))
+    return close

@@ -111,6 +111,8 @@ class Finish:
     dp_rank: int
     num_drafts: int = 0
     num_accepted_drafts: int = 0
+    num_resumed_tokens: int = 0
+    attempt: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,6 +137,7 @@ class Completion:
     Attributes:
         first_token_s: From sending the request to its first token, as the client saw it.
         total_s: From sending the request to its end, as the client saw it.
+        num_resumes: How often the request was sent again, as its call had broken off.
     """
 
     request_id: str
@@ -148,6 +151,7 @@ class Completion:
     total_s: float
     prompt_token_ids: list[int] = field(default_factory=list)
     prompt_text: str = ""
+    num_resumes: int = 0
 
 
 class CallFailed(Exception):
@@ -158,6 +162,7 @@ class CallFailed(Exception):
     ├── Overloaded    too much waits: send it again after `retry_delay_s`
     ├── TimedOut      its timeout passed
     ├── Cancelled     somebody called cancel
+    ├── Interrupted   its output so far cannot go on at the router that is there now
     └── Unavailable   no router, or none that is ready: send it again, perhaps elsewhere
 
     Anything else, such as a request that breaks its executors, is a bare CallFailed.
@@ -196,6 +201,25 @@ class TimedOut(CallFailed):
 
 class Cancelled(CallFailed):
     """Somebody cancelled the request by its id."""
+
+
+class Interrupted(CallFailed):
+    """Another model is served now, or another tokenizer: the output cannot go on.
+
+    Attributes:
+        so_far: What came, of each continuation: its tokens at least, and of `complete` all of it.
+    """
+
+    def __init__(self, failure: CallFailed, so_far: list[Delta]) -> None:
+        details = ErrorDetails(
+            failure.reason,
+            failure.field,
+            failure.retry_delay_s,
+            failure.metadata,
+            failure.request_id,
+        )
+        super().__init__(failure.code, str(failure), details)
+        self.so_far = so_far
 
 
 class Unavailable(CallFailed):
@@ -345,11 +369,29 @@ class Collector:
         if delta.finish is not None:
             part.last, part.end_time = delta, now
 
-    def completions(self) -> list[Completion]:
+    def completions(self, num_resumes: int = 0) -> list[Completion]:
         """Returns every continuation, by index. All have finished."""
-        return [self._completion(index, part) for index, part in enumerate(self._parts)]
+        parts = enumerate(self._parts)
+        return [self._completion(index, part, num_resumes) for index, part in parts]
 
-    def _completion(self, index: int, part: "_Part") -> Completion:
+    def so_far(self, request_id: str) -> list[Delta]:
+        """Returns what came of every continuation, by index."""
+        return [
+            Delta(
+                request_id=request_id,
+                index=index,
+                token_ids=part.token_ids,
+                text="".join(part.text),
+                logprobs=part.logprobs,
+                prompt_logprobs=part.prompt_logprobs,
+                finish=None if part.last is None else part.last.finish,
+                prompt_token_ids=part.prompt_token_ids,
+                prompt_text=part.prompt_text,
+            )
+            for index, part in enumerate(self._parts)
+        ]
+
+    def _completion(self, index: int, part: "_Part", num_resumes: int) -> Completion:
         assert part.last is not None
         assert part.last.finish is not None
         return Completion(
@@ -364,6 +406,7 @@ class Collector:
             total_s=part.end_time - self._start_time,
             prompt_token_ids=part.prompt_token_ids,
             prompt_text=part.prompt_text,
+            num_resumes=num_resumes,
         )
 
 
@@ -408,4 +451,6 @@ def _finish(message: serving_pb2.Finish) -> Finish:
         dp_rank=message.dp_rank,
         num_drafts=message.num_drafts,
         num_accepted_drafts=message.num_accepted_drafts,
+        num_resumed_tokens=message.num_resumed_tokens,
+        attempt=message.attempt,
     )

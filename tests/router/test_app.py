@@ -63,7 +63,7 @@ async def router() -> AsyncIterator[Router]:
     health.set_ready(True)
     async with (
         serve(engines, health=health) as target,
-        Client(target) as client,
+        Client(target, resume=False) as client,
         grpc.aio.insecure_channel(target, [("grpc.enable_retries", 0)]) as channel,
     ):
         yield Router(engines, health, client, serving_pb2_grpc.GenerationServiceStub(channel))
@@ -174,6 +174,7 @@ async def test_on_a_stream_of_many_they_are_told_under_their_tag(router: Router)
 async def test_the_client_library_yields_the_tokens_before_the_failure(
     router: Router, on_stream: bool
 ):
+    """Where it does not resume."""
     token_ids: list[int] = []
 
     async def read(source: Client | Many) -> None:
@@ -246,5 +247,5 @@ async def test_an_old_connection_is_replaced_and_its_streams_go_on():
 
 async def test_a_client_may_ping_every_ten_seconds():
     options = dict(server_options(RouterConfig(groups=GROUPS)))
-    assert options["grpc.http2.min_ping_interval_without_data_ms"] <= 10_000
+    assert options["grpc.http2.min_ping_interval_without_data_ms"] <= 1_000
     assert "grpc.http2.min_recv_ping_interval_without_data_ms" not in options  # ignored by gRPC

@@ -173,7 +173,10 @@ async def test_a_second_signal_ends_a_router_at_once_with_the_tokens_so_far(tmp_
             begun.set()
 
     stopping = ("--shutdown-delay-s", "600", "--shutdown-grace-s", "600")
-    async with served(tmp_path, router_args=(*PATIENT, *stopping)) as (stack, client):
+    async with (
+        served(tmp_path, router_args=(*PATIENT, *stopping)) as (stack, _),
+        Client(stack.address, resume=False) as client,
+    ):
         streaming = asyncio.create_task(stream(client))
         await begun.wait()
         with paused(stack):  # so that the stream cannot end by itself

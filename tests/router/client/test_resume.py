@@ -1,0 +1,244 @@
+"""If these fail, callers of the library feel that a router died, or that it never answers."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from router.api.generate import GenerationServicer
+from router.client import CallFailed, Client, Completion, Interrupted, Many, Overloaded, Unavailable
+from router.errors import ExecutorFailed, InvalidRequest, QueueFull, ResumeMismatch, ShuttingDown
+from router.requests.request import Request
+from tests.router.support.fake_engines import FakeEngines, front_of, generation, listening, serve
+
+Asker = Client | Many
+LOST = ShuttingDown("this router dies")
+
+
+@asynccontextmanager
+async def asking(
+    engines: FakeEngines, kind: str, **settings: Any
+) -> AsyncIterator[tuple[Client, Asker]]:
+    """A client of fake engines, and what asks: itself, or its stream of many."""
+    async with serve(engines) as target, Client(target, **settings) as client:
+        if kind == "client":
+            yield client, client
+            return
+        try:
+            async with client.many() as many:
+                yield client, many
+        finally:
+            engines.cancel_all()
+
+
+def serving(engines: FakeEngines, port: int = 0) -> AbstractAsyncContextManager[str]:
+    """Serves engines, whose calls end with the block."""
+    servicer = GenerationServicer(engines, None, version="1")  # type: ignore[arg-type]
+    return listening(generation(servicer), port=port, **front_of(servicer, engines))
+
+
+async def begin(asker: Asker, engines: FakeEngines, **options: Any) -> tuple[Any, Request]:
+    asking = asyncio.create_task(asker.complete_all([5, 6], **options))
+    return asking, await engines.arrivals.get()
+
+
+def give(engines: FakeEngines, request: Request, *tokens: int) -> None:
+    for sequence in request.sequences:
+        engines.give(sequence, tokens)
+
+
+def finish(engines: FakeEngines, request: Request) -> None:
+    for sequence in request.sequences:
+        engines.finish(sequence)
+
+
+async def tokens_came(asking: Any, request: Request) -> None:
+    """Returns when the router has sent what there is."""
+    while any(s.num_taken < len(s.tokens) for s in request.sequences) and not asking.done():
+        await asyncio.sleep(0)
+
+
+@pytest.fixture(params=["client", "many"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("options", [{}, {"logprobs": False, "n": 3}, {"temperature": 1.0}])
+async def test_a_caller_gets_every_token_once_over_any_number_of_losses(
+    kind: str, options: dict[str, Any]
+):
+    engines = FakeEngines()
+    async with asking(engines, kind) as (_, asker):
+        task, request = await begin(asker, engines, **options)
+        seeds = {request.sampling.seed}
+        for attempt in (1, 2, 3, 4):
+            give(engines, request, 10 * attempt, 10 * attempt + 1)
+            await tokens_came(task, request)
+            engines.cancel(request, LOST)
+            request = await engines.arrivals.get()
+            seeds.add(request.sampling.seed)
+            assert request.attempt == attempt
+            assert {s.num_resumed for s in request.sequences} == {2 * attempt}
+        give(engines, request, 50)
+        finish(engines, request)
+        answers: list[Completion] = await task
+        expected = [10, 11, 20, 21, 30, 31, 40, 41, 50]
+        assert [answer.token_ids for answer in answers] == [expected] * options.get("n", 1)
+        assert {answer.num_resumes for answer in answers} == {4}
+        assert {answer.finish.attempt for answer in answers} == {4}
+        assert {answer.finish.num_resumed_tokens for answer in answers} == {8}
+        assert len(seeds) == 1 or "temperature" not in options
+
+
+async def test_continuations_that_have_ended_are_not_run_again(kind: str):
+    engines = FakeEngines()
+    async with asking(engines, kind) as (_, asker):
+        task, request = await begin(asker, engines, n=3)
+        give(engines, request, 9)
+        engines.finish(request.sequences[1])
+        await tokens_came(task, request)
+        engines.cancel(request, LOST)
+        request = await engines.arrivals.get()
+        assert [s.index for s in request.sequences] == [0, 2]
+        give(engines, request, 8)
+        finish(engines, request)
+        assert [answer.token_ids for answer in await task] == [[9, 8], [9], [9, 8]]
+
+
+async def test_deltas_show_a_pause_and_nothing_else(kind: str):
+    engines = FakeEngines()
+    async with asking(engines, kind) as (_, asker):
+        async with aclosing(asker.generate([5, 6], request_id="mine")) as deltas:
+            coming = asyncio.create_task(anext(deltas))
+            request = await engines.arrivals.get()
+            give(engines, request, 7)
+            came = [await coming]
+            coming = asyncio.create_task(anext(deltas))
+            engines.cancel(request, LOST)
+            request = await engines.arrivals.get()
+            assert request.request_id == "mine"
+            give(engines, request, 8)
+            came.append(await coming)
+            finish(engines, request)
+            came.append(await anext(deltas))
+        assert [delta.token_ids for delta in came] == [[7], [8], []]
+        assert came[-1].finish is not None
+
+
+async def test_a_request_that_takes_routers_down_is_given_up(kind: str):
+    engines = FakeEngines()
+    async with asking(engines, kind) as (_, asker):
+        task, request = await begin(asker, engines)
+        give(engines, request, 7)
+        for num_stalled in range(3):
+            await tokens_came(task, request)
+            engines.cancel(request, LOST)
+            request = await engines.arrivals.get()
+            assert [s.suspicion is not None for s in request.sequences] == [num_stalled > 0]
+        await asyncio.sleep(0)
+        engines.cancel(request, LOST)
+        with pytest.raises(Unavailable, match="the last 3 brought no token"):
+            await task
+        assert engines.arrivals.empty()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ExecutorFailed("it kills executors"), InvalidRequest("n", "wrong")],
+)
+async def test_what_is_no_loss_is_not_sent_again(kind: str, error: Any):
+    engines = FakeEngines()
+    async with asking(engines, kind) as (_, asker):
+        task, request = await begin(asker, engines)
+        give(engines, request, 7)
+        await tokens_came(task, request)
+        engines.cancel(request, error)
+        with pytest.raises(CallFailed) as caught:
+            await task
+        assert caught.value.reason == error.reason
+        assert engines.arrivals.empty()
+
+
+async def test_resumption_can_be_turned_off(kind: str):
+    engines = FakeEngines()
+    async with asking(engines, kind, resume=False) as (_, asker):
+        task, request = await begin(asker, engines)
+        give(engines, request, 7)
+        await tokens_came(task, request)
+        engines.cancel(request, LOST)
+        with pytest.raises(Unavailable):
+            await task
+        assert engines.arrivals.empty()
+
+
+async def test_an_output_that_cannot_go_on_is_handed_over_as_far_as_it_came(kind: str):
+    engines = FakeEngines()
+    async with asking(engines, kind) as (_, asker):
+        task, request = await begin(asker, engines, logprobs=False)
+        give(engines, request, 7, 8)
+        await tokens_came(task, request)
+        engines.refusal = ResumeMismatch("fingerprint", "f00d", "other")
+        engines.cancel(request, LOST)
+        with pytest.raises(Interrupted) as caught:
+            await task
+        assert [delta.token_ids for delta in caught.value.so_far] == [[7, 8]]
+        assert caught.value.reason == "RESUME_MISMATCH"
+
+
+async def test_a_full_router_is_asked_again_when_it_says_so(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(QueueFull, "retry_delay_s", 0.01)
+    engines = FakeEngines()
+    async with asking(engines, kind) as (_, asker):
+        task, request = await begin(asker, engines)
+        give(engines, request, 7)
+        await tokens_came(task, request)
+        engines.refusal = QueueFull("too many resumed tokens wait")
+        engines.cancel(request, LOST)
+        while not engines.measures.refused["QUEUE_FULL"]:
+            await asyncio.sleep(0)
+        engines.refusal = None
+        request = await engines.arrivals.get()
+        give(engines, request, 8)
+        finish(engines, request)
+        assert [answer.token_ids for answer in await task] == [[7, 8]]
+        engines.refusal = QueueFull("too much waits")
+        with pytest.raises(Overloaded):  # one that never had a token is its caller's
+            await asker.complete([5])
+        engines.refusal = None
+
+
+async def test_a_router_that_is_started_again_is_waited_for(kind: str):
+    """Also by requests of which nothing came; but not one that never answered anything."""
+    first, second = FakeEngines(), FakeEngines()
+    first.echoes = True
+    async with AsyncExitStack() as router:
+        target = await router.enter_async_context(serving(first))
+        async with Client(target) as client, client.many() as many:
+            asker: Asker = client if kind == "client" else many
+            assert (await asker.complete([5])).token_ids == [5]
+            await first.arrivals.get()
+            first.echoes = False
+            begun, request = await begin(asker, first)
+            waiting, _ = await begin(asker, first)
+            give(first, request, 7)
+            await tokens_came(begun, request)
+            await router.aclose()
+            port = int(target.rsplit(":", 1)[1])
+            async with serving(second, port):
+                for request in [await second.arrivals.get() for _ in range(2)]:
+                    give(second, request, 8)
+                    finish(second, request)
+                answers = await asyncio.gather(begun, waiting)
+    assert [answer.token_ids for [answer] in answers] == [[7, 8], [8]]
+    assert answers[0][0].num_resumes > 0
+
+
+async def test_a_router_that_never_answered_is_not_waited_for():
+    async with Client("127.0.0.1:1") as client, client.many() as many:
+        for asker in (client, many):
+            with pytest.raises(Unavailable):
+                await asker.complete([5])
