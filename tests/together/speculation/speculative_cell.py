@@ -87,6 +87,7 @@ class Cell:
         check_group(members)
         info = describe_group(members, 1, "demo")
         self.shape: GroupShape = info.shape
+        self.model = info.model
         self.vocab_size = info.model.vocab_size
         self._pool = ThreadPoolExecutor(len(self.workers))
         self._store = open_store(HOST, SECRET) if len(self.workers) > 1 else None
