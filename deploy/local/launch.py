@@ -171,11 +171,19 @@ class LocalStack:
             timeout_s: How long it may drain before it is killed.
         """
         exit_code = await self.router.stop(timeout_s)
+        await self._start_router_again()
+        return exit_code
+
+    async def kill_router(self) -> None:
+        """Kills the router and starts it again at the same address; returns when it takes requests."""
+        await self.router.kill()
+        await self._start_router_again()
+
+    async def _start_router_again(self) -> None:
         self.listen = self.address
         self.router = self._start_router()
         await self.router.event("listening")
         await self.wait_until_ready()
-        return exit_code
 
     async def wait_until_ready(self) -> None:
         """Returns when the router takes requests.

@@ -124,7 +124,7 @@ class Process:
             os.killpg(self.pid, 0)
         except ProcessLookupError:
             return False
-        return True
+        return _has_running(self.pid)
 
     def _signal(self, number: signal.Signals) -> None:
         # To the whole session, so that nothing that the process started is left behind.
@@ -186,3 +186,15 @@ def cancel_at_signals() -> None:
     assert running is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, running.cancel)
+
+
+def _has_running(group: int) -> bool:
+    """Whether a process group has more than zombies, which init takes away when it comes to it."""
+    if sys.platform != "linux":
+        return True
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, of_group = path.read_text().rpartition(")")[2].split()[:3]
+            if int(of_group) == group and state != "Z":
+                return True
+    return False

@@ -8,6 +8,7 @@ from tests.e2e.nothing_stops import Size, table
 SMALL = Size(
     num_streams=8,
     num_kills=1,
+    num_router_kills=1,
     num_formings=10,
     group_sizes=(2,),
     executor_args=EXECUTOR_ARGS,
@@ -20,4 +21,4 @@ async def test_each_line_is_measured_and_nothing_is_lost_or_wrong(tmp_path: Path
     for line in lines:
         print(line)
 
-    assert [line.is_right for line in lines] == [True] * 3
+    assert [line.is_right for line in lines] == [True] * 4
