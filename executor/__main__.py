@@ -56,7 +56,7 @@ def main(config: ExecutorConfig) -> None:
 async def serve(config: ExecutorConfig) -> int:
     """Serves until SIGTERM or SIGINT; a second one ends it at once. Returns the exit code."""
     with _uncollected():
-        from executor.parallel.rendezvous import open_store
+        from executor.parallel.rendezvous import StorePort
         from executor.server import ExecutorServicer
 
     stopped = asyncio.Event()
@@ -70,12 +70,12 @@ async def serve(config: ExecutorConfig) -> int:
     measures = Measures()
     refuse = partial(measures.add_refusal, STORE_STRANGER)
     host = config.peer_host or "127.0.0.1"
+    stores = StorePort(host, bind_host=config.bind_host, on_refused=refuse)
     servicer = ExecutorServicer(
         is_first=config.topology.world_rank == 0,
         store_host=host,
-        open_store=lambda secret: open_store(
-            host, secret, bind_host=config.bind_host, on_refused=refuse
-        ),
+        open_store=stores.open,
+        store_address=stores.address,
         measures=measures,
         stuck_after_s=config.peer_timeout_s,
     )

@@ -43,7 +43,13 @@ from executor.errors import (
     StreamHeld,
 )
 from executor.metrics import Measures
-from executor.parallel.epochs import Epochs, JoinAttempt, check_secret, split_address
+from executor.parallel.epochs import (
+    Epochs,
+    JoinAttempt,
+    check_secret,
+    join_address,
+    split_address,
+)
 from protos.executor.beats import BEAT_S
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1 import executor_pb2_grpc
@@ -212,7 +218,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     Args:
         is_first: Whether this is the group's first executor, which opens the stores.
         store_host: Host at which the group's members reach this one, and a store opened here.
-        open_store: Opens an epoch's store on a free port, given its secret.
+        open_store: Opens an epoch's store, given its secret.
+        store_address: Where all of them will listen, if that is known, so that no Prepare need tell.
         measures: Gets what becomes of steps and joins; None: nobody asks for it.
         stuck_after_s: A step that outlives its stream for longer will never end.
 
@@ -227,6 +234,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         is_first: bool,
         store_host: str,
         open_store: Callable[[bytes], Store],
+        store_address: str = "",
         measures: Measures | None = None,
         stuck_after_s: float = 60.0,
     ) -> None:
@@ -236,6 +244,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self._is_first = is_first
         self._store_host = store_host
         self._open_store = open_store
+        self._store_address = store_address
         self._measures = measures or Measures()
         self.refusals = Refusals(self._measures.add_refusal)
         self._stores: dict[int, Store] = {}  # by epoch: of the newest, and only while it forms
@@ -293,6 +302,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self._worker, self._description = await self._on_compute_thread(build)
         self._description.instance_id = uuid.uuid4().hex
         self._description.peer_host = self._store_host
+        self._description.store_address = self._store_address
         self._description.agreement_digest = agreement_digest(dict(self._description.agreement))
 
     async def stop(self) -> None:
@@ -348,17 +358,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             self._call_off_join(f"epoch {request.epoch} has begun")
             if not self._is_first or not request.secret:
                 return pb.PrepareResponse()
-            # Not on the compute thread: it may be stuck in the epoch that this one replaces.
-            store = await asyncio.to_thread(self._open_store, request.secret)
-            try:
-                self._epochs.check_newest(request.epoch)  # whose store this one must not replace
-            except StaleEpoch:
-                store.close()
-                raise
-            self._close_stores(request.epoch)
-            self._stores[request.epoch] = store
-            host = f"[{self._store_host}]" if ":" in self._store_host else self._store_host
-            return pb.PrepareResponse(store_address=f"{host}:{store.port}")
+            store = self._open(request.epoch, request.secret)
+            return pb.PrepareResponse(store_address=join_address(self._store_host, store.port))
 
     async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinResponse:
         async with abort_on_error(context):
@@ -370,6 +371,11 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
                 self._stream.end(StaleEpoch(f"epoch {request.epoch} has begun"))
                 self._stream = None
             self._call_off_join(f"epoch {request.epoch} has begun")
+            if worker.has_peers and request.store_address == self._store_address:
+                try:
+                    self._open(request.epoch, request.secret)
+                except OSError as error:
+                    raise JoinFailed(f"epoch {request.epoch}: {error}") from error
             self._leave()  # from here, so that a step that waits for lost peers fails now
             self._publish_readiness()
             attempt = self._joining = JoinAttempt(request.epoch, request.secret)
@@ -622,6 +628,13 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             self._worker.leave()
 
     # Helpers
+
+    def _open(self, epoch: int, secret: bytes) -> Store:
+        """Returns the store of an epoch, which is the only one open."""
+        if epoch not in self._stores:
+            self._close_stores(epoch)
+            self._stores[epoch] = self._open_store(secret)
+        return self._stores[epoch]
 
     def _close_stores(self, epoch: int) -> None:
         """Closes the store of an epoch and of those before it."""

@@ -60,17 +60,6 @@ class Epochs:
         self._advance(epoch)
         self.last_joined = epoch
 
-    def check_newest(self, epoch: int) -> None:
-        """Does nothing unless a newer epoch has been seen.
-
-        Raises:
-            StaleEpoch: One has.
-        """
-        if epoch < self.newest:
-            raise StaleEpoch(
-                f"epoch {epoch} is over: epoch {self.newest} has begun since", field="epoch"
-            )
-
     def _advance(self, epoch: int) -> None:
         if epoch > self.newest + MAX_EPOCH_LEAP:
             raise InvalidEpoch(
@@ -172,6 +161,11 @@ def split_address(address: str) -> tuple[str, str]:
     """Returns host and port of ``host:port``, or of ``[host]:port``."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), port
+
+
+def join_address(host: str, port: int) -> str:
+    """Returns ``host:port``, or ``[host]:port`` of a numeric IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _close(formed: Future[GroupsT]) -> None:

@@ -14,23 +14,26 @@ cut off. Nothing is encrypted: who reads the network reads addresses, and can le
 repeating an entry, but can write none. PyTorch's own store would take entries from anybody, any amount
 of them, for as long as it lives, and listens on every address of the machine unless told otherwise.
 
-The store listens at one address until the group has formed, or has failed to.
+The store listens at one address until the group has formed, or has failed to. An executor keeps a port
+for all stores that it opens (``StorePort``), so that members know the address before there is a store.
 """
 
 import hmac
 import selectors
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from executor.parallel.epochs import join_address
 from executor.parallel.gloo_sockets import LISTENING
 
 HELLO_TIMEOUT_S = 0.5  # of a caller's first entry
@@ -43,8 +46,9 @@ ARRIVALS_AT_ONCE = 16  # so that members need not wait for more
 QUEUED_CONNECTIONS = 4096  # in the kernel, which lets a caller wait for a second if there are more
 
 CONNECT_TIMEOUT_S = 0.3  # of one try
-RETRY_DELAY_S = 0.01
+RETRY_DELAY_S = 0.002
 CUT_OFF = (TimeoutError, ConnectionAbortedError, ConnectionResetError, BrokenPipeError)
+NOT_OPEN_S = 1.0  # for which a member may come before the store is opened
 
 # Bytes of key and value, HMAC of all else, bytes of the key, entries of its round.
 _HEADER = struct.Struct("!I32sHH")
@@ -278,7 +282,8 @@ class MemberStore(Store):
 
     def _enter(self) -> socket.socket:
         """Connects, and returns when the store has answered: it has let this member in."""
-        deadline = time.monotonic() + self._timeout_s
+        begun = time.monotonic()
+        deadline = begun + self._timeout_s
         cut_off: Exception | None = None
         while True:
             self._received.clear()
@@ -292,13 +297,15 @@ class MemberStore(Store):
             except (OSError, ValueError) as error:
                 if connection is not None:
                     connection.close()
-                if not isinstance(error, CUT_OFF):
+                is_early = isinstance(error, ConnectionRefusedError)
+                is_early &= time.monotonic() < begun + NOT_OPEN_S
+                if not (is_early or isinstance(error, CUT_OFF)):
                     raise
                 if cut_off is None or not isinstance(error, TimeoutError):
                     cut_off = error  # it says more than that the time was over
                 if time.monotonic() > deadline:
                     raise cut_off from None
-            time.sleep(RETRY_DELAY_S)  # strangers were in the way
+            time.sleep(RETRY_DELAY_S)  # it was not there yet, or strangers were in the way
 
     def _take_entry(self, connection: socket.socket | None, deadline: float) -> None:
         if connection is None:
@@ -372,6 +379,53 @@ class RoundStore(Store):
         return [self.get(f"{key}/{rank}") for rank in range(self._world_size)]
 
 
+class StorePort:
+    """Port of an executor's stores, which is kept until `close`, and closed while none of them is open.
+
+    Args:
+        host: Address that the other ranks can reach.
+        bind_host: Address of this machine to listen on; None is that of `host`.
+        on_refused: Called for each connection that brought no entry.
+
+    Attributes:
+        address: host:port, as the other ranks can reach it; "" where none is kept, as the system cannot
+            or the address is not this machine's: each store then takes a port of its own.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        *,
+        bind_host: str | None = None,
+        on_refused: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._bind_host, self._port, self.address = bind_host or host, 0, ""
+        self._on_refused = on_refused
+        self._kept: socket.socket | None = None
+        with suppress(OSError):
+            if sys.platform == "linux":
+                self._kept = _bind(self._bind_host, 0)
+                self._bind_host, self._port = self._kept.getsockname()[:2]
+                self.address = join_address(host, self._port)
+
+    def open(self, secret: bytes) -> RendezvousStore:
+        """Opens the store of an epoch.
+
+        Args:
+            secret: The epoch's.
+
+        Raises:
+            OSError: The store of another epoch is open, or this machine has no such address.
+        """
+        listening = _listen(self._bind_host, self._port)
+        return RendezvousStore(listening, secret, self._on_refused)
+
+    def close(self) -> None:
+        """Lets go of the port. A store that is open stays open."""
+        if self._kept is not None:
+            self._kept.close()
+
+
 def open_store(
     host: str,
     secret: bytes,
@@ -396,25 +450,39 @@ def open_store(
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    with LISTENING:
+        listening = _bind(host, port)
+        try:
+            listening.listen(QUEUED_CONNECTIONS)
+        except OSError as error:
+            listening.close()
+            raise _cannot_listen(host, port, error) from error
+    return listening
+
+
+def _bind(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        with LISTENING:
-            listening = socket.socket(family, kind, protocol)
-            try:
-                listening.bind(address)
-                listening.listen(QUEUED_CONNECTIONS)
-            except OSError:
-                listening.close()
-                raise
+        bound = socket.socket(family, kind, protocol)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # it may be kept, too
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
     except OSError as error:
-        raise OSError(
-            f"the rendezvous store cannot listen on {host}, port {port or 'any'}: {error}; the "
-            f"first executor of a group needs a host of its own machine: set advertised_host, or "
-            f"listen on every address, such as 0.0.0.0"
-        ) from error
-    return listening
+        raise _cannot_listen(host, port, error) from error
+    return bound
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> OSError:
+    return OSError(
+        f"the rendezvous store cannot listen on {host}, port {port or 'any'}: {error}; the "
+        f"first executor of a group needs a host of its own machine: set advertised_host, or "
+        f"listen on every address, such as 0.0.0.0"
+    )
 
 
 def _seal(secret: bytes, key: str, value: bytes, num_in_round: int) -> bytes:

@@ -34,6 +34,7 @@ BOUNDS = {
 LENGTHS = {
     "instance_id": MAX_INSTANCE_ID_LEN,
     "peer_host": 255,
+    "store_address": 263,
     "model.architecture": 256,
     "model.fingerprint": 256,
     "model.eos_token_ids": 256,

@@ -405,16 +405,20 @@ class ExecutorGroup:
             stub = self._stubs[member.address]
             await _answer(stub.Prepare(prepare, timeout=timeout_s), f"Prepare of {member}")
 
-    async def _join(self, members: Sequence[Member]) -> None:
-        stub = self._stubs[members[0].address]
-        secret = secrets.token_bytes(SECRET_BYTES)  # kept by nobody once the group has formed
-        prepare = pb.PrepareRequest(epoch=self._epoch, secret=secret)
-        prepared = await _answer(
-            stub.Prepare(prepare, timeout=self._settings.form_timeout_s), f"Prepare of {members[0]}"
+    async def _prepare(self, first: Member, secret: bytes) -> str:
+        """Has the first member open the epoch's store. Returns the address."""
+        call = self._stubs[first.address].Prepare(
+            pb.PrepareRequest(epoch=self._epoch, secret=secret),
+            timeout=self._settings.form_timeout_s,
         )
+        return (await _answer(call, f"Prepare of {first}")).store_address
+
+    async def _join(self, members: Sequence[Member]) -> None:
+        secret = secrets.token_bytes(SECRET_BYTES)  # kept by nobody once the group has formed
+        address = members[0].description.store_address
         join = pb.JoinRequest(
             epoch=self._epoch,
-            store_address=prepared.store_address,
+            store_address=address or await self._prepare(members[0], secret),
             secret=secret,
             peer_hosts=[member.description.peer_host for member in members],
         )

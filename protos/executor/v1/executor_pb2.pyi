@@ -9,7 +9,7 @@ what a step says. A group is formed, and formed again after any failure, in the 
 
   router                                  executors of a group
     | -- Describe ------------------------> every one: what it is, what it needs alike
-    | -- Prepare{epoch, secret} ----------> the first: opens the rendezvous store
+    | -- Prepare{epoch, secret} ----------> the first, if it has named no store_address
     | -- Join{epoch, secret, store} ------> every one, at the same time
     | == Step stream =====================> every one, until the epoch ends
     | -- StepRequest{step_id: 7} --------->   forward, sample
@@ -226,6 +226,7 @@ class DescribeResponse(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     PEER_HOST_FIELD_NUMBER: _builtins.int
     KV_WINDOW_FIELD_NUMBER: _builtins.int
+    STORE_ADDRESS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Random at each start of the process. A router that sees a new one knows that the KV cache
     behind this address is gone.
@@ -251,6 +252,10 @@ class DescribeResponse(_message.Message):
     columns, and any block of the pool can stand in either: new_block_ids for layers that see
     everything and for drafts, new_window_block_ids for windowed layers. A row then needs about
     kv_window / block_size blocks more than the tokens that it has. 0: one list serves all layers.
+    """
+    store_address: _builtins.str
+    """"host:port" at which it opens the stores of epochs that it is the first of, as every member can
+    reach it; nothing listens there else. Empty: Prepare tells.
     """
     @_builtins.property
     def coordinates(self) -> Global___Coordinates:
@@ -295,10 +300,11 @@ class DescribeResponse(_message.Message):
         speculation: Global___Speculation | None = ...,
         peer_host: _builtins.str = ...,
         kv_window: _builtins.int = ...,
+        store_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "coordinates", b"coordinates", "graph_sizes", b"graph_sizes", "model", b"model", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreement", b"agreement", "agreement_digest", b"agreement_digest", "budget", b"budget", "coordinates", b"coordinates", "epoch", b"epoch", "graph_sizes", b"graph_sizes", "instance_id", b"instance_id", "kv_window", b"kv_window", "model", b"model", "num_kv_blocks", b"num_kv_blocks", "num_rows", b"num_rows", "peer_host", b"peer_host", "speculation", b"speculation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreement", b"agreement", "agreement_digest", b"agreement_digest", "budget", b"budget", "coordinates", b"coordinates", "epoch", b"epoch", "graph_sizes", b"graph_sizes", "instance_id", b"instance_id", "kv_window", b"kv_window", "model", b"model", "num_kv_blocks", b"num_kv_blocks", "num_rows", b"num_rows", "peer_host", b"peer_host", "speculation", b"speculation", "store_address", b"store_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -614,11 +620,13 @@ class JoinRequest(_message.Message):
     SECRET_FIELD_NUMBER: _builtins.int
     PEER_HOSTS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """The epoch given to Prepare."""
+    """Above every epoch used before with this group; the one given to Prepare, if that was called."""
     store_address: _builtins.str
-    """From PrepareResponse."""
+    """Of the first member, from DescribeResponse or PrepareResponse. The executor whose own it is opens
+    the epoch's store there, unless Prepare has had it do so.
+    """
     secret: _builtins.bytes
-    """The secret given to Prepare."""
+    """Drawn by the router for this epoch; the one given to Prepare, if that was called."""
     @_builtins.property
     def peer_hosts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """DescribeResponse.peer_host of each member."""

@@ -79,13 +79,13 @@ class ExecutorServiceServicer:
 
     def Prepare(self, request, context):
         """Begins an epoch. Called on the group's first executor (DP rank 0, attention-TP rank 0) before
-        any Join of that epoch: it opens the epoch's rendezvous store. Executors take an epoch that is
+        any Join of that epoch, unless its store_address says where it will open the epoch's rendezvous
+        store: it opens that now. Executors take an epoch that is
         at most 2^32 above every one seen before; one that is further behind the group's next epoch, as
         after a call of a stranger to another member, is called with numbers on the way, first or not.
 
         Errors:
-        FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before, or a
-        newer one began while the store was being opened.
+        FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before.
         INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
         INVALID_ARGUMENT     INVALID_RENDEZVOUS the secret can be guessed.
         """

@@ -9,7 +9,7 @@ what a step says. A group is formed, and formed again after any failure, in the 
 
   router                                  executors of a group
     | -- Describe ------------------------> every one: what it is, what it needs alike
-    | -- Prepare{epoch, secret} ----------> the first: opens the rendezvous store
+    | -- Prepare{epoch, secret} ----------> the first, if it has named no store_address
     | -- Join{epoch, secret, store} ------> every one, at the same time
     | == Step stream =====================> every one, until the epoch ends
     | -- StepRequest{step_id: 7} --------->   forward, sample
@@ -67,13 +67,13 @@ class ExecutorServiceStub:
     """Says what this executor is. Answered from the moment the model is loaded, at any time."""
     Prepare: _grpc.UnaryUnaryMultiCallable[_executor_pb2.PrepareRequest, _executor_pb2.PrepareResponse]
     """Begins an epoch. Called on the group's first executor (DP rank 0, attention-TP rank 0) before
-    any Join of that epoch: it opens the epoch's rendezvous store. Executors take an epoch that is
+    any Join of that epoch, unless its store_address says where it will open the epoch's rendezvous
+    store: it opens that now. Executors take an epoch that is
     at most 2^32 above every one seen before; one that is further behind the group's next epoch, as
     after a call of a stranger to another member, is called with numbers on the way, first or not.
 
     Errors:
-      FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before, or a
-                                         newer one began while the store was being opened.
+      FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before.
       INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
       INVALID_ARGUMENT     INVALID_RENDEZVOUS the secret can be guessed.
     """
@@ -130,13 +130,13 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
     """Says what this executor is. Answered from the moment the model is loaded, at any time."""
     Prepare: _aio.UnaryUnaryMultiCallable[_executor_pb2.PrepareRequest, _executor_pb2.PrepareResponse]  # type: ignore[assignment]
     """Begins an epoch. Called on the group's first executor (DP rank 0, attention-TP rank 0) before
-    any Join of that epoch: it opens the epoch's rendezvous store. Executors take an epoch that is
+    any Join of that epoch, unless its store_address says where it will open the epoch's rendezvous
+    store: it opens that now. Executors take an epoch that is
     at most 2^32 above every one seen before; one that is further behind the group's next epoch, as
     after a call of a stranger to another member, is called with numbers on the way, first or not.
 
     Errors:
-      FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before, or a
-                                         newer one began while the store was being opened.
+      FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before.
       INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
       INVALID_ARGUMENT     INVALID_RENDEZVOUS the secret can be guessed.
     """
@@ -202,13 +202,13 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_executor_pb2.PrepareResponse, _abc.Awaitable[_executor_pb2.PrepareResponse]]:
         """Begins an epoch. Called on the group's first executor (DP rank 0, attention-TP rank 0) before
-        any Join of that epoch: it opens the epoch's rendezvous store. Executors take an epoch that is
+        any Join of that epoch, unless its store_address says where it will open the epoch's rendezvous
+        store: it opens that now. Executors take an epoch that is
         at most 2^32 above every one seen before; one that is further behind the group's next epoch, as
         after a call of a stranger to another member, is called with numbers on the way, first or not.
 
         Errors:
-          FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before, or a
-                                             newer one began while the store was being opened.
+          FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before.
           INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
           INVALID_ARGUMENT     INVALID_RENDEZVOUS the secret can be guessed.
         """

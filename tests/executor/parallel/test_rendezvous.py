@@ -19,6 +19,7 @@ from executor.parallel.rendezvous import (
     RendezvousStore,
     RoundStore,
     StoreLost,
+    StorePort,
     open_store,
 )
 from tests.executor.support.ranks.ranks import HOST, SECRET, TIMEOUT_S
@@ -179,7 +180,10 @@ def test_what_a_store_says_that_does_not_know_the_secret_is_not_believed(cleanup
         MemberStore(HOST, listener.getsockname()[1], SECRET, TIMEOUT_S)
 
 
-def test_a_member_is_told_what_it_has_waited_for_in_vain(store: RendezvousStore, member: Member):
+def test_a_member_is_told_what_it_has_waited_for_in_vain(
+    store: RendezvousStore, member: Member, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(rendezvous, "NOT_OPEN_S", 0.01)
     waiting = member(timeout_s=0.05)
     with pytest.raises(StoreLost, match=f"port {store.port} for host/1: timed out"):
         waiting.get("host/1")
@@ -204,6 +208,31 @@ def test_a_member_that_has_left_keeps_what_it_has_read(member: Member):
     assert not first.check(["host/0", "remote_error"])
     with pytest.raises(StoreLost, match="has left it"):
         first.get("host/1")
+
+
+def test_stores_of_one_executor_have_one_address_which_is_closed_between_them(cleanup: ExitStack):
+    """A member may come before the store is there."""
+    stores = StorePort(HOST)
+    cleanup.callback(stores.close)
+    port = int(stores.address.rpartition(":")[2])
+    opened: list[RendezvousStore] = []
+    for secret in (SECRET, b"the secret of the epoch that follows"):
+        assert addresses_at(port) == set()
+        opening = threading.Timer(0.05, lambda secret=secret: opened.append(stores.open(secret)))
+        opening.start()
+        MemberStore(HOST, port, secret, TIMEOUT_S).close()
+        opening.join()
+        cleanup.callback(opened[-1].close)
+        with pytest.raises(OSError, match=f"cannot listen on {HOST}, port {port}"):
+            stores.open(secret)
+        opened[-1].close()
+
+
+def test_an_executor_whose_host_is_another_machine_keeps_no_port():
+    stores = StorePort("192.0.2.1")
+    assert stores.address == ""
+    with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.1, port any"):
+        stores.open(SECRET)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost"])

@@ -145,27 +145,6 @@ async def test_a_join_that_is_called_off_as_it_succeeds_has_failed(
     await ending
 
 
-async def test_of_two_prepares_at_once_the_newer_ones_store_stays_open(fake: Any):
-    """Opening one takes a moment, in a thread: the older one may come last."""
-    worker, client = fake
-    may_open, num_opened = threading.Event(), 0
-
-    def open_slowly(secret: bytes) -> Any:
-        nonlocal num_opened
-        num_opened += 1
-        assert num_opened > 1 or may_open.wait(TIMEOUT_S)
-        return open_store(HOST, secret)
-
-    worker.servicer._open_store = open_slowly
-    older = asyncio.ensure_future(client.prepare(1))
-    await until(lambda: num_opened == 1)
-    newer = await client.prepare(2)
-    may_open.set()
-    assert await reason_of(older) == "STALE_EPOCH"
-    [(epoch, store)] = worker.servicer._stores.items()
-    assert (epoch, newer) == (2, f"{HOST}:{store.port}")
-
-
 # Real workers
 
 

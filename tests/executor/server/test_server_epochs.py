@@ -1,17 +1,21 @@
 """If this fails, an executor stays in a group that is over, or does not get into the next one."""
 
 import os
+import socket
+from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
 from grpc_health.v1 import health_pb2
 
 from executor.errors import InvalidStep, JoinFailed, PeerLost
+from executor.parallel.rendezvous import StorePort
 from protos.executor.epochs import MAX_EPOCH_LEAP
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.support.fake_worker import FakeWorker, held_step, read_ids, until
 from tests.executor.support.ranks.ranks import HOST, SECRET
-from tests.executor.support.servers import error_of, reason_of, serving
+from tests.executor.support.servers import error_of, join_request, reason_of, serving
 from tests.support.listening import listening_at
 
 
@@ -164,6 +168,56 @@ async def test_a_store_closes_when_its_group_has_formed_or_never_will(fake: Any,
     else:
         await client.prepare(2)
     assert (HOST, port) not in listening_at(os.getpid())
+
+
+@pytest.fixture
+def stores() -> Iterator[StorePort]:
+    with closing(StorePort(HOST)) as port:
+        yield port
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_without_a_prepare_join_opens_the_store_where_describe_said(
+    stores: StorePort, fails: bool
+):
+    worker = FakeWorker()
+    worker.has_peers = True
+    seen: list[bool] = []
+
+    def form(epoch: int, *place: Any) -> Any:
+        seen.append((HOST, port) in listening_at(os.getpid()))
+        if fails:
+            raise RuntimeError("rank 1 did not come")
+
+    worker.form_group = form
+    served = serving(lambda: (worker, pb.DescribeResponse()), stores=stores)
+    async with served as (_, client):
+        address = (await client.executor.Describe(pb.DescribeRequest())).store_address
+        port = int(address.rpartition(":")[2])
+        others = f"{HOST}:{port + 1}"
+        for epoch, store_address in enumerate((address, address, others), 1):
+            joining = client.executor.Join(join_request(epoch, store_address))
+            if fails:
+                assert await reason_of(joining) == "JOIN_FAILED"
+            else:
+                await joining
+            assert (HOST, port) not in listening_at(os.getpid())
+        assert seen == [True, True, False]
+        assert await client.prepare(4) == address
+        assert (HOST, port) in listening_at(os.getpid())
+
+
+async def test_a_store_that_cannot_be_opened_where_it_was_to_be_fails_the_join(
+    member: Any, stores: StorePort
+):
+    worker, client = member
+    worker.servicer._open_store, worker.servicer._store_address = stores.open, stores.address
+    port = int(stores.address.rpartition(":")[2])
+    with socket.create_server((HOST, port), reuse_port=False):
+        reason, problem = await error_of(client.executor.Join(join_request(2, stores.address)))
+    assert reason == "JOIN_FAILED"
+    assert f"cannot listen on {HOST}, port {port}" in problem
+    await client.executor.Join(join_request(3, stores.address))
 
 
 async def test_a_join_that_fails_leaves_the_executor_joinable(fake: Any):

@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from executor.metrics import Measures
-from executor.parallel.rendezvous import open_store
+from executor.parallel.rendezvous import StorePort, open_store
 from executor.server import ExecutorServicer
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1 import executor_pb2_grpc
@@ -85,12 +85,17 @@ async def connected(port: int) -> AsyncIterator[Client]:
 
 @asynccontextmanager
 async def serving(
-    build: Callable[[], Any] | None, *, dp_rank: int = 0, measures: Measures | None = None
+    build: Callable[[], Any] | None,
+    *,
+    dp_rank: int = 0,
+    measures: Measures | None = None,
+    stores: StorePort | None = None,
 ) -> AsyncIterator[tuple[ExecutorServicer, Client]]:
     servicer = ExecutorServicer(
         is_first=dp_rank == 0,
         store_host=HOST,
-        open_store=lambda secret: open_store(HOST, secret),
+        open_store=stores.open if stores else lambda secret: open_store(HOST, secret),
+        store_address=stores.address if stores else "",
         measures=measures,
     )
     server, port = await servicer.start(ServiceConfig(listen=f"{HOST}:0"))

@@ -322,6 +322,18 @@ async def test_an_executor_whose_answers_are_no_messages_is_named(calls: set[str
         await group.form()
 
 
+async def test_a_first_member_that_says_where_its_store_will_be_is_not_called_to_prepare() -> None:
+    async with run_group(2) as (group, peers):
+        await group.form()
+        assert [peer.store_address for peer in peers.values()] == ["127.0.0.1:1"] * 2
+        for (dp_rank, _), peer in peers.items():
+            address = f"127.0.0.1:{dp_rank + 7}"
+            peer.describes = lambda told, address=address: setattr(told, "store_address", address)
+        await group.form()
+        assert [peer.store_address for peer in peers.values()] == ["127.0.0.1:7"] * 2
+        assert [peer.prepared for peer in peers.values()] == [[1], []]
+
+
 async def test_a_description_that_is_far_too_long_is_not_received() -> None:
     async with run_group(2) as (group, peers):
         peers[1, 0].describes = lambda told: told.agreement.update(name="x" * (1 << 20))

@@ -78,6 +78,7 @@ class Peer:
         self.steps: list[bytes] = []
         self.prepared: list[int] = []
         self.joined: list[int] = []
+        self.store_address = ""
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.dies = asyncio.Event()
@@ -125,6 +126,7 @@ class Peer:
         async with abort_on_error(context):
             self.advance(request.epoch, least=self.newest)
             self.joined.append(request.epoch)
+            self.store_address = request.store_address
             await self.on_join()
         return pb.JoinResponse(instance_id=self.instance_id)
 
