@@ -74,9 +74,12 @@ MAX_UNANSWERED_STEPS = 8
 QUIET_MS = 5000  # for which captures and libraries that are loaded may hold the event loop up
 STUCK_CHECKS = 10  # so that a process that was stopped for a while is not taken for a stuck one
 
+# Before the port's, as gRPC goes by the first option of a name.
 SERVER_OPTIONS = [
     ("grpc.max_send_message_length", 256 << 20),
     ("grpc.keepalive_time_ms", 30_000),
+    # A router asks every 2 s whether this process is there, as the last line behind beats.
+    ("grpc.http2.min_ping_interval_without_data_ms", 1000),
 ]
 STEP = f"/{SERVICE}/Step"  # its first message comes when there is something to do
 
@@ -278,7 +281,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         reader = RequestReader(config, refusals, patient=(STEP,))
         server = grpc.aio.server(
             interceptors=[*config.interceptors(refusals), reader],
-            options=[*config.server_options(), *SERVER_OPTIONS],
+            options=[*SERVER_OPTIONS, *config.server_options()],
         )
         executor_pb2_grpc.add_ExecutorServiceServicer_to_server(self, server)
         self.add_health_to(server)

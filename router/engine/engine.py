@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
@@ -70,6 +71,10 @@ class Executors(Protocol):
 
     async def lost(self) -> None:
         """Returns never; raises ExecutorLost as soon as an executor is."""
+        ...
+
+    async def news(self) -> None:
+        """Returns when an executor is there that was not."""
         ...
 
     async def close(self) -> None:
@@ -166,8 +171,18 @@ class Engine:
                     growing_delay_s = least_delay_s
                 delay_s = growing_delay_s
                 growing_delay_s = max(least_delay_s, min(2 * delay_s, MAX_RETRY_DELAY_S))
+            was_ready = self.is_ready
             self._lose_at_any_cost(loss)
-            await asyncio.sleep(delay_s)
+            if was_ready:
+                await asyncio.sleep(delay_s)
+            else:
+                await self._wait_for_executors(delay_s)
+
+    async def _wait_for_executors(self, timeout_s: float) -> None:
+        """Returns when an executor is there that was not, or the time is over."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._executors.news()
 
     def _retry_delay_s(self) -> float:
         """Returns seconds until the next attempt to form, after a loss of executors.

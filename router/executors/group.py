@@ -3,7 +3,7 @@
 import asyncio
 import json
 import secrets
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -17,10 +17,11 @@ from protos.executor.epochs import MAX_EPOCH_LEAP
 from protos.executor.grammars import MAX_PROBLEM_BYTES
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1.executor_pb2_grpc import ExecutorServiceStub
-from protos.settings import above, setting
+from protos.settings import Rule, above, setting
 from protos.transport.channel import ChannelOpener
 from protos.transport.error_details import error_details
 from router.errors import ExecutorLeft, ExecutorLied, ExecutorLost, ReasonUnknown
+from router.executors.attendance import ATTEND, MAX_BEAT_BYTES, Attendance
 from router.executors.description_bounds import MAX_INSTANCE_ID_LEN, problem_of
 from router.executors.discovery import FindAddresses
 from router.executors.formation import Member, check_group, describe_group
@@ -32,6 +33,7 @@ from router.executors.step_codec import (
     ran_as_sent,
 )
 from router.executors.step_stream import DeadlineSettings, StepDeadline, StepStream
+from router.executors.suspicion import MIN_SILENT_AFTER_MS, MemberState, Silence, Suspicion
 from router.scheduling.step import GroupInfo, InFlight, StepResult
 
 if TYPE_CHECKING:  # the type of the stub on an aio channel, only in the stub file
@@ -44,6 +46,7 @@ T = TypeVar("T")
 # Describe is answered at once, also while a model loads or a step runs.
 DESCRIBE = f"/{pb.DESCRIPTOR.services_by_name['ExecutorService'].full_name}/Describe"
 DESCRIBE_TIMEOUT_S = 5.0
+SILENT_TIMEOUT_S = 0.15  # of one that has fallen silent: its beats say when it is back
 SECRET_BYTES = 32  # with which an epoch's members know one another
 PROBE_TIMEOUT_S = 1.0  # for the same, of executors that owe an answer to a step, or a reason
 
@@ -55,26 +58,28 @@ MAX_DESCRIPTION_BYTES = 1 << 20
 MAX_ANSWER_BYTES = 32 << 20  # 131,072 rows of logits with 20 alternatives each take 21 MB
 SPARE_BYTES = 256  # of an answer, for what is beside its columns
 
-# A longer Describe is not even received.
+# Longer ones are not even received.
+MAX_BYTES = {DESCRIBE: MAX_DESCRIPTION_BYTES, ATTEND: MAX_BEAT_BYTES}
 SERVICE_CONFIG = {
     "methodConfig": [
         {
-            "name": [{"service": DESCRIBE.split("/")[1], "method": "Describe"}],
-            "maxResponseMessageBytes": MAX_DESCRIPTION_BYTES,
+            "name": [dict(zip(("service", "method"), method.split("/")[1:], strict=True))],
+            "maxResponseMessageBytes": max_bytes,
         }
+        for method, max_bytes in MAX_BYTES.items()
     ]
 }
 CHANNEL_OPTIONS = (
     ("grpc.service_config", json.dumps(SERVICE_CONFIG)),
     ("grpc.max_send_message_length", 256 << 20),
     ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
-    # A peer that vanishes without a word is noticed within 20 s.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
     # Everybody waits for an executor that restarts: look for it often.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 100),
 )
+# Pings: behind beats; and where there are none, of executors that take more of them for an attack.
+PINGS = (("grpc.keepalive_time_ms", 2000), ("grpc.keepalive_timeout_ms", 2000))
+RARE_PINGS = (("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 10_000))
 
 
 SILENT_CODES = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
@@ -88,6 +93,16 @@ class GroupSettings(DeadlineSettings):
     """Name that clients may give the model in a request."""
     form_timeout_s: float = setting(120.0, above(0))
     """Seconds for each call that forms a group."""
+    silent_after_ms: int = setting(
+        450,
+        Rule(
+            f"0, or at least {MIN_SILENT_AFTER_MS}, since executors beat every 100 ms",
+            lambda ms: ms == 0 or ms >= MIN_SILENT_AFTER_MS,
+        ),
+    )
+    """Milliseconds without a beat after which an executor is suspect, unless its gaps of the last
+    minute say more; it is lost when another one waits for it, or 200 ms later. 0 goes without beats: by
+    pings and the deadlines of steps."""
 
 
 class ExecutorGroup:
@@ -101,6 +116,7 @@ class ExecutorGroup:
 
     Attributes:
         deadline: Says how long a step may take, from its sending or the answer before it.
+        suspicion: What the executors' beats say of them, by address.
     """
 
     def __init__(
@@ -115,6 +131,7 @@ class ExecutorGroup:
         self._find_addresses = find_addresses
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._stubs: dict[str, ExecutorServiceAsyncStub] = {}
+        self._rarely_pinged: set[str] = set()  # addresses
         self._epoch = 0
         self._last_step_id = 0
         self._last_answer_time = 0.0
@@ -127,12 +144,33 @@ class ExecutorGroup:
         self._streams: list[StepStream] = []
         self._asking: asyncio.Task[None] | None = None  # why this epoch is over
         self._loss: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.suspicion = Suspicion(settings.silent_after_ms / 1000)
+        self._attendance = Attendance(
+            self.suspicion,
+            epoch=lambda: self._epoch if self._streams else 0,
+            on_tick=self._judge,
+            on_news=lambda: self._is_news.set(),
+        )
+        self._is_news = asyncio.Event()
 
     async def form(self) -> GroupInfo:
         """Brings all executors into a new epoch. See engine.Executors."""
         self._leave_epoch()
-        await self._connect(await self._find_addresses())
+        forming = asyncio.ensure_future(self._form())
+        try:
+            await asyncio.wait((forming, self._loss), return_when=asyncio.FIRST_COMPLETED)
+            if not forming.done():  # an executor has fallen silent
+                self._loss.result()
+            return forming.result()
+        finally:
+            forming.cancel()
+            await asyncio.wait((forming,))
+
+    async def _form(self) -> GroupInfo:
+        addresses = await self._find_addresses()
+        await self._connect(addresses)
         members = await self._describe_all()
+        await self._connect(addresses)  # anew, to those that have turned out to have no beats
         check_group(members)
         self._recognise(members)
         self._check_lead(members)
@@ -260,11 +298,34 @@ class ExecutorGroup:
         """Returns never; raises ExecutorLost as soon as a stream ends."""
         await asyncio.shield(self._loss)
 
+    async def news(self) -> None:
+        """Returns when an executor beats that did not. See engine.Executors."""
+        self._is_news.clear()
+        await self._is_news.wait()
+
     async def close(self) -> None:
         """Ends every stream and connection."""
         self._leave_epoch()
+        self._attendance.close()
         for channel in self._channels.values():
             await channel.close()
+
+    def _judge(self, now: float) -> None:
+        """Ends the epoch, or the forming, if an executor has fallen silent."""
+        answer_times = {
+            member.address: stream.answer_time
+            for member, stream in zip(self._members, self._streams, strict=False)
+        }
+        is_idle = bool(self._streams) and all(stream.is_idle for stream in self._streams)
+        for silence in self.suspicion.judge(now, self._epoch, answer_times, is_idle=is_idle):
+            problem = _describe_silence(silence, self._name)
+            log.warning("executor_silent", problem=problem)
+            self._end_streams()
+            _lose(self._loss, ExecutorLost(problem))
+
+    def _name(self, address: str) -> str:
+        known = [str(member) for member in self._members if member.address == address]
+        return known[0] if known else f"executor {address}"
 
     def _on_stream_end(
         self, loss: asyncio.Future[None], member: Member, error: ExecutorLost
@@ -317,17 +378,29 @@ class ExecutorGroup:
 
     async def _connect(self, addresses: Sequence[str]) -> None:
         """Keeps one channel to each address, and closes those to others or with old files."""
+        has_beats = self._settings.silent_after_ms > 0
         kept = set() if self._opener.has_changed() else set(addresses)
+        without_beats = self._attendance.without_beats
+        kept -= without_beats - self._rarely_pinged
+        for address in self._channels.keys() - set(addresses):
+            self._attendance.leave(address)
         for address in self._channels.keys() - kept:
             del self._stubs[address]
+            self._rarely_pinged.discard(address)
             await self._channels.pop(address).close()
         for address in self._left_out.keys() - set(addresses):
             del self._left_out[address]
         for address in addresses:
             if address not in self._channels:
-                channel = self._opener.open(address, CHANNEL_OPTIONS)
+                pings = PINGS
+                if address in without_beats or not has_beats:
+                    pings = RARE_PINGS
+                    self._rarely_pinged.add(address)
+                channel = self._opener.open(address, (*CHANNEL_OPTIONS, *pings))
                 self._channels[address] = channel
                 self._stubs[address] = ExecutorServiceStub(channel)
+            if has_beats:
+                self._attendance.attend(address, self._channels[address])
 
     async def _describe_all(self) -> list[Member]:
         """Returns all executors, by DP rank and attention-TP rank."""
@@ -336,8 +409,9 @@ class ExecutorGroup:
 
     async def _describe(self, address: str) -> Member:
         timeout_s = min(DESCRIBE_TIMEOUT_S, self._settings.form_timeout_s)
-        known = [str(member) for member in self._members if member.address == address]
-        name = f"Describe of {known[0] if known else f'executor {address}'}"
+        if self.suspicion.state(address) is MemberState.SILENT:
+            timeout_s = min(SILENT_TIMEOUT_S, timeout_s)
+        name = f"Describe of {self._name(address)}"
         data = await _answer(self._ask(address, timeout_s), name)
         try:
             member = Member(address, pb.DescribeResponse.FromString(data))
@@ -457,6 +531,13 @@ def _describe_late(
     others = [member for member in late if member not in silent]
     waiting = f"; {_names(others)} waited for it" if others else ""
     return f"{_names(silent)} {missing}, nor any other call{waiting}"
+
+
+def _describe_silence(silence: Silence, name: Callable[[str], str]) -> str:
+    """Says which executor counts as lost for want of beats."""
+    waiting = ", ".join(map(name, silence.waiting))
+    why = f"{waiting} waits for it" if waiting else "nothing else came of it either"
+    return f"{name(silence.name)} is silent: no beat for {silence.seconds:.2f} s, and {why}"
 
 
 def _names(members: Sequence[Member]) -> str:

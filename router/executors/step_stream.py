@@ -40,6 +40,7 @@ class StepStream:
 
     Attributes:
         max_answer_bytes: A longer answer is not read.
+        answer_time: When the last answer came, on the event loop's clock; at first, when it was opened.
     """
 
     def __init__(
@@ -57,6 +58,8 @@ class StepStream:
         self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()  # None after the last
         self._responses: deque[pb.StepResponse] = deque()
         self._num_due = 0  # answers to what was sent that have not come
+        self._clock = asyncio.get_running_loop().time
+        self.answer_time = self._clock()
         self._news = asyncio.Event()  # an answer, or the loss
         loss.add_done_callback(lambda _: self._news.set())
         # Not through the generated stub: it would serialise, and requests come serialised.
@@ -71,6 +74,11 @@ class StepStream:
         """Queues a serialised StepRequest; at most the pipeline's depth of them are ever in the queue."""
         self._num_due += 1
         self._requests.put_nowait(request)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing was sent that is not answered."""
+        return not self._num_due
 
     @property
     def has_answer(self) -> bool:
@@ -129,6 +137,7 @@ class StepStream:
             except DecodeError:
                 return ExecutorLied("answered a step with what is no StepResponse")
             self._num_due -= 1
+            self.answer_time = self._clock()
             self._news.set()
         return ExecutorLost(f"{self.name}: it ended the Step stream")
 

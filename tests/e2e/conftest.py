@@ -20,7 +20,7 @@ FLOAT32_ARGS = (*EXECUTOR_ARGS, "--dtype", "float32")
 
 # A process that stands still for some seconds, as it may on a busy machine, is not taken for one
 # that hangs. For tests that count losses, or want none.
-PATIENT = ("--step-timeout-s", "120", "--min-step-deadline-s", "120")
+PATIENT = ("--step-timeout-s", "120", "--min-step-deadline-s", "120", "--silent-after-ms", "0")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -76,6 +76,9 @@ class TimerExecutors:
         await asyncio.sleep(max(0.0, self._ends.popleft() - asyncio.get_running_loop().time()))
         return (RankResult(np.ones(len(step.plan.sampled_rows), dtype=np.int32)),)
 
+    async def news(self) -> None:
+        await asyncio.Event().wait()
+
     async def lost(self) -> None:
         await asyncio.Event().wait()
 

@@ -111,7 +111,7 @@ def says(error: RpcError) -> Callable[[], Awaitable[None]]:
 
 
 STEP_FAILED, REASON_LOST = StepFailed("another executor left the group"), None
-HURRIED = GroupSettings(step_timeout_s=0.3, min_step_deadline_s=0.3)
+HURRIED = GroupSettings(step_timeout_s=0.3, min_step_deadline_s=0.3, silent_after_ms=0)
 
 
 @pytest.mark.parametrize("heard_first", [0, 1])
@@ -342,7 +342,7 @@ async def test_a_description_that_is_far_too_long_is_not_received() -> None:
 
 
 async def test_a_restarted_executor_is_recognised_and_what_was_learnt_of_steps_forgotten() -> None:
-    settings = GroupSettings(step_timeout_s=30, min_step_deadline_s=5)
+    settings = GroupSettings(step_timeout_s=30, min_step_deadline_s=5, silent_after_ms=0)
     async with run_group(2, settings=settings) as (group, peers):
         deadline = group.deadline
         plan = plan_step(2).plan

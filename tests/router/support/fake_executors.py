@@ -207,6 +207,9 @@ class FakeExecutors:
             raise Misled from error
         return result
 
+    async def news(self) -> None:
+        await asyncio.Event().wait()
+
     async def lost(self) -> None:
         assert self._loss is not None
         await asyncio.shield(self._loss)

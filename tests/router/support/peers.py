@@ -21,7 +21,8 @@ from tests.router.support.stepper import Stepper, make_shape
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ExecutorService"].full_name
 FORM_TIMEOUT_S = 120.0
-NEVER_LATE = GroupSettings(step_timeout_s=120, min_step_deadline_s=120)
+NEVER_LATE = GroupSettings(step_timeout_s=120, min_step_deadline_s=120, silent_after_ms=0)
+BEAT_S = 0.02  # of these executors: more often than any that a router would suspect
 
 
 def error_of(code: grpc.StatusCode, reason: str) -> type[RpcError]:
@@ -71,9 +72,28 @@ class Peer:
         garbled: Calls whose answers are bytes that are no message.
         misreads: Changes each request before it is run.
         dies: Set to end the Step stream with an error.
+        attended: Beats of routers.
+        may_beat: Holds its own back while it is not set.
+        waits: Whether it says that it waits for its peers.
+
+    Args:
+        has_beats: Whether there is a method Attend.
     """
 
-    def __init__(self, dp_rank: int, attn_tp_rank: int, dp_size: int, attn_tp_size: int) -> None:
+    def __init__(
+        self,
+        dp_rank: int,
+        attn_tp_rank: int,
+        dp_size: int,
+        attn_tp_size: int,
+        *,
+        has_beats: bool = True,
+    ) -> None:
+        self.attended: list[pb.AttendRequest] = []
+        self.may_beat = asyncio.Event()
+        self.may_beat.set()
+        self.waits = False
+        self._has_beats = has_beats
         self.place = (dp_rank, attn_tp_rank)
         self.steps: list[bytes] = []
         self.prepared: list[int] = []
@@ -177,6 +197,24 @@ class Peer:
             for message in self.answers(answer):
                 await context.write(message)
 
+    async def attend(self, requests: AsyncIterator[pb.AttendRequest], context: Any) -> None:
+        reading = asyncio.create_task(self._read_beats(requests))
+        try:
+            while True:
+                await self.may_beat.wait()
+                epoch = self.joined[-1] if self.joined else 0
+                beat = pb.AttendResponse(
+                    instance_id=self.instance_id, epoch=epoch, waits_for_peers=self.waits
+                )
+                await context.write(beat)
+                await asyncio.sleep(BEAT_S)
+        finally:
+            reading.cancel()
+
+    async def _read_beats(self, requests: AsyncIterator[pb.AttendRequest]) -> None:
+        async for request in requests:
+            self.attended.append(request)
+
     def _serialise(self, call: str, answer: Any) -> bytes:
         if call in self.garbled:
             return b"\xff\xff\xff"
@@ -197,6 +235,12 @@ class Peer:
         handlers["Step"] = grpc.stream_stream_rpc_method_handler(
             self.step, response_serializer=partial(self._serialise, "Step")
         )
+        if self._has_beats:
+            handlers["Attend"] = grpc.stream_stream_rpc_method_handler(
+                self.attend,
+                request_deserializer=pb.AttendRequest.FromString,
+                response_serializer=partial(self._serialise, "Attend"),
+            )
         service = grpc.method_handlers_generic_handler(SERVICE, handlers)
         server.add_generic_rpc_handlers((service,))
 
@@ -214,13 +258,17 @@ def group_of(addresses: Sequence[str], settings: GroupSettings = NEVER_LATE) -> 
 
 @asynccontextmanager
 async def run_group(
-    dp_size: int, attn_tp_size: int = 1, settings: GroupSettings = NEVER_LATE
+    dp_size: int,
+    attn_tp_size: int = 1,
+    settings: GroupSettings = NEVER_LATE,
+    *,
+    has_beats: bool = True,
 ) -> AsyncIterator[tuple[ExecutorGroup, Peers]]:
     """Peers of every place, by place, and a client that was given their addresses backwards."""
     peers, addresses = {}, []
     async with AsyncExitStack() as stack:
         for place in np.ndindex(dp_size, attn_tp_size):
-            peers[place] = Peer(*place, dp_size, attn_tp_size)
+            peers[place] = Peer(*place, dp_size, attn_tp_size, has_beats=has_beats)
             addresses.append(await stack.enter_async_context(listening(peers[place].add_to)))
         group = group_of(addresses[::-1], settings)
         stack.push_async_callback(group.close)

@@ -1,0 +1,194 @@
+"""If these fail, an executor that stands still stops its group for seconds, or a well one is lost."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from structlog.testing import capture_logs
+
+from protos.settings import check_settings
+from router.errors import ExecutorLost
+from router.executors import attendance, group
+from router.executors.attendance import ROUTER_ID
+from router.executors.group import ExecutorGroup, GroupSettings
+from router.executors.suspicion import MIN_SILENT_AFTER_MS, MemberState
+from tests.router.support.peers import (
+    FORM_TIMEOUT_S,
+    Peer,
+    Peers,
+    plan_step,
+    run_group,
+    run_step,
+)
+
+WATCHFUL = GroupSettings(
+    step_timeout_s=120, min_step_deadline_s=120, silent_after_ms=MIN_SILENT_AFTER_MS
+)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(FORM_TIMEOUT_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def state(executors: ExecutorGroup, number: int) -> MemberState:
+    return executors.suspicion.state(executors._members[number].address)
+
+
+@asynccontextmanager
+async def attended_group(dp_size: int) -> AsyncIterator[tuple[ExecutorGroup, Peers]]:
+    """A group in its first epoch, whose executors all beat."""
+    async with run_group(dp_size, settings=WATCHFUL) as (executors, peers):
+        await executors.form()
+        attentive = [MemberState.ATTENTIVE] * dp_size
+        await until(lambda: [state(executors, rank) for rank in range(dp_size)] == attentive)
+        yield executors, peers
+
+
+def stop(peer: Peer) -> None:
+    """Stops an executor: it neither beats nor answers."""
+    peer.may_beat.clear()
+    peer.may_answer.clear()
+    peer.on_describe = asyncio.Event().wait
+
+
+def go_on(peer: Peer) -> None:
+    async def at_once() -> None:
+        pass
+
+    peer.may_beat.set()
+    peer.may_answer.set()
+    peer.on_describe = at_once
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_an_executor_that_stands_still_in_a_step_is_lost_and_the_others_are_freed(
+    waits: bool,
+) -> None:
+    async with attended_group(2) as (executors, peers):
+        stop(peers[1, 0])
+        peers[0, 0].waits = waits
+        peers[0, 0].may_answer.clear()
+        executors.send(step := plan_step(2))
+        second_sign = r"dp_rank 0.* waits for it" if waits else "nothing else came of it"
+        with pytest.raises(ExecutorLost, match=rf"dp_rank 1.* is silent: .*{second_sign}"):
+            await executors.receive(step)
+        await until(lambda: peers[0, 0].num_streams == 0)
+        assert executors.suspicion.outcomes["lost"] == 1
+
+
+async def test_one_that_comes_back_is_news_and_joins_the_next_epoch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(group, "DESCRIBE_TIMEOUT_S", FORM_TIMEOUT_S)
+    async with attended_group(2) as (executors, peers):
+        stop(peers[1, 0])
+        executors.send(plan_step(2))
+        with pytest.raises(ExecutorLost, match="silent"):
+            await executors.lost()
+        async with asyncio.timeout(FORM_TIMEOUT_S / 2):  # who is silent is not waited for
+            with pytest.raises(ExecutorLost, match=r"Describe of .*dp_rank 1.* failed: DEADLINE"):
+                await executors.form()
+
+        news = asyncio.ensure_future(executors.news())
+        go_on(peers[1, 0])
+        await news
+        await executors.form()
+        assert await run_step(executors, 2) == [[0], [10]]
+        assert executors.suspicion.outcomes == {"cleared": 0, "lost": 1, "false": 1}
+
+
+async def test_one_that_falls_silent_while_the_group_forms_ends_the_forming() -> None:
+    async with attended_group(2) as (executors, peers):
+        is_joining = asyncio.Event()
+
+        async def stand_still() -> None:
+            is_joining.set()
+            peers[1, 0].may_beat.clear()
+            await asyncio.Event().wait()
+
+        peers[1, 0].on_join = stand_still
+        async with asyncio.timeout(FORM_TIMEOUT_S / 2):
+            with pytest.raises(ExecutorLost, match=r"dp_rank 1.* is silent"):
+                await executors.form()
+        assert is_joining.is_set()
+
+
+async def test_a_forming_that_is_cancelled_is_over() -> None:
+    async with attended_group(2) as (executors, peers):
+        is_freed = asyncio.Event()
+
+        async def wait() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                is_freed.set()
+
+        peers[1, 0].on_join = wait
+        forming = asyncio.ensure_future(executors.form())
+        await until(lambda: len(peers[1, 0].joined) == 2)
+        forming.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await forming
+        async with asyncio.timeout(FORM_TIMEOUT_S):
+            await is_freed.wait()
+
+
+async def test_executors_hear_from_their_router_which_epoch_it_drives() -> None:
+    async with attended_group(1) as (executors, peers):
+        peer = peers[0, 0]
+        await until(lambda: any(beat.epoch for beat in peer.attended))
+        assert {beat.router_id for beat in peer.attended} == {ROUTER_ID}
+        assert peer.attended[-1].epoch == executors._epoch
+
+
+async def test_executors_of_an_older_release_are_left_to_deadlines_and_pinged_rarely() -> None:
+    opened: dict[str, list[tuple[str, int]]] = {}
+    async with run_group(2, settings=WATCHFUL, has_beats=False) as (executors, _):
+        opener = executors._opener.open
+
+        def note(target: str, options: list[tuple[str, int]]) -> object:
+            opened.setdefault(target, []).append(dict(options)["grpc.keepalive_time_ms"])
+            return opener(target, options)
+
+        executors._opener.open = note
+        with capture_logs() as logs:
+            await executors.form()
+            await until(lambda: len(executors._attendance.without_beats) == 2)
+            assert await run_step(executors, 2) == [[0], [10]]
+            await executors.form()
+            await executors.form()
+            assert await run_step(executors, 2) == [[0], [10]]
+        assert [record["event"] for record in logs] == ["executor_without_beats"] * 2
+        assert all(times == [2000, 10_000] for times in opened.values())
+        assert set(map(state, [executors] * 2, range(2))) == {MemberState.UNATTENDED}
+
+
+async def test_what_is_no_beat_costs_nobody_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attendance, "REFUSED_RETRY_S", 0.01)
+    async with attended_group(2) as (executors, peers):
+        peers[1, 0].garbled = {"Attend"}
+        await until(lambda: state(executors, 1) is MemberState.UNATTENDED)
+        assert await run_step(executors, 2) == [[0], [10]]
+        peers[1, 0].garbled = ()
+        await until(lambda: state(executors, 1) is MemberState.ATTENTIVE)
+
+
+async def test_executors_are_attended_only_while_they_are_of_the_group_and_only_if_asked() -> None:
+    async with run_group(2) as (executors, peers):
+        await executors.form()
+        assert not executors._attendance._tasks
+    async with attended_group(2) as (executors, peers):
+        address = executors._members[1].address
+        await executors._connect([executors._members[0].address])
+        assert executors.suspicion.last_beat(address) is None
+        num_beats = len(peers[0, 0].attended)
+        await until(lambda: len(peers[0, 0].attended) > num_beats)
+
+
+@pytest.mark.parametrize("ms", [-1, 1, MIN_SILENT_AFTER_MS - 1])
+def test_a_limit_below_two_beats_is_refused(ms: int) -> None:
+    with pytest.raises(ValueError, match=f"silent_after_ms={ms}: need 0, or at least 200"):
+        check_settings(GroupSettings(silent_after_ms=ms))
