@@ -154,6 +154,8 @@ def _group(group: pb.GroupStatus) -> Iterator[RenderableType]:
         yield "  no ranks"
     if group.flows:
         yield _flows(group.flows)
+    if group.members:
+        yield _line(("  executors: " + _members(group.members), "dim"))
     if group.HasField("speculation"):
         yield _line(("  drafts: " + _drafts(group.speculation), "dim"))
     if group.step_cost.num_steps:
@@ -222,6 +224,23 @@ def _printable(text: str) -> str:
 
 def _line(*parts: str | tuple[str, str]) -> Text:
     return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
+
+
+def _members(members: Sequence[pb.MemberStatus]) -> str:
+    """Returns what beats say of a group's executors, with the ranks of those that are late."""
+    ranks: dict[str, list[str]] = {}
+    for member in members:
+        word = pb.MemberState.Name(member.state).removeprefix("MEMBER_STATE_").lower()
+        rank = str(member.dp_rank) + f".{member.attn_tp_rank}" * (member.attn_tp_rank > 0)
+        ranks.setdefault(word, []).append(rank)
+    parts = [
+        f"{len(found)} {word}" + f" (rank {', '.join(found)})" * (word in ("suspect", "silent"))
+        for word, found in ranks.items()
+    ]
+    if "attentive" in ranks:
+        latest_ms = max(m.beat_late_duration.ToNanoseconds() for m in members) / 1e6
+        parts.append(f"last beats at most {latest_ms:.0f} ms late")
+    return ", ".join(parts)
 
 
 def _graphs(graphs: Sequence[pb.GraphCount]) -> str:

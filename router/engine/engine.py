@@ -7,7 +7,7 @@ group does (engines.py). Which of them may have been the cause is the Quarantine
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
@@ -47,6 +47,15 @@ MAX_RETRY_DELAY_S = 15.0  # after attempts that ended, one after another, in wha
 
 class Executors(Protocol):
     """One group of executors, as the engine sees it."""
+
+    @property
+    def suspicions(self) -> Counter[str]:
+        """Executors that fell silent: "cleared" by a beat, "lost", and of these "false" alarms."""
+        ...
+
+    def members(self) -> list[pb.MemberStatus]:
+        """Returns what beats tell of each executor; nothing before the first forming."""
+        ...
 
     async def form(self) -> GroupInfo:
         """Brings all executors into a new epoch.
@@ -146,6 +155,7 @@ class Engine:
         self._scheduler: Scheduler | None = None
         self.measures = GroupMeasures()
         self.measures.flow_counts = waiting.line.counts
+        self.measures.suspicions = executors.suspicions
         self.events = Events(self._clock)
         self._history, self._flow_shares = History(), FlowShares()
         self._stats = EpochStats()
@@ -376,6 +386,7 @@ class Engine:
         status.state = self._state
         status.num_waiting, status.num_waiting_tokens = len(self.waiting), self.waiting.num_tokens
         status.step_cost.CopyFrom(step_cost_status(self.measures.costs.plain))
+        status.members.extend(self._executors.members())
         return status
 
     def full_status(self) -> pb.GroupStatus:

@@ -75,6 +75,8 @@ def hide_from_callers(status: pb.GetStatusResponse) -> None:
         group.ClearField("flows")
         for rank in group.ranks:
             rank.ClearField("address")
+        for member in group.members:
+            member.ClearField("address")
 
 
 def _ranks(stats: EpochStats, info: GroupInfo, scheduler: Scheduler) -> list[pb.RankStatus]:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import secrets
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,9 +18,12 @@ from protos.executor.epochs import MAX_EPOCH_LEAP
 from protos.executor.grammars import MAX_PROBLEM_BYTES
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1.executor_pb2_grpc import ExecutorServiceStub
+from protos.serving.v1 import serving_pb2 as serving
+from protos.serving.v1.serving_pb2 import MemberStatus
 from protos.settings import Rule, above, setting
 from protos.transport.channel import ChannelOpener
 from protos.transport.error_details import error_details
+from protos.transport.errors import duration
 from router.errors import ExecutorLeft, ExecutorLied, ExecutorLost, ReasonUnknown
 from router.executors.attendance import ATTEND, MAX_BEAT_BYTES, Attendance
 from router.executors.description_bounds import MAX_INSTANCE_ID_LEN, problem_of
@@ -116,7 +120,6 @@ class ExecutorGroup:
 
     Attributes:
         deadline: Says how long a step may take, from its sending or the answer before it.
-        suspicion: What the executors' beats say of them, by address.
     """
 
     def __init__(
@@ -144,9 +147,9 @@ class ExecutorGroup:
         self._streams: list[StepStream] = []
         self._asking: asyncio.Task[None] | None = None  # why this epoch is over
         self._loss: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.suspicion = Suspicion(settings.silent_after_ms / 1000)
+        self._suspicion = Suspicion(settings.silent_after_ms / 1000)
         self._attendance = Attendance(
-            self.suspicion,
+            self._suspicion,
             epoch=lambda: self._epoch if self._streams else 0,
             on_tick=self._judge,
             on_news=lambda: self._is_news.set(),
@@ -303,6 +306,31 @@ class ExecutorGroup:
         self._is_news.clear()
         await self._is_news.wait()
 
+    @property
+    def suspicions(self) -> Counter[str]:
+        """Executors that fell silent, by what came of it. See engine.Executors."""
+        return self._suspicion.outcomes
+
+    def members(self) -> list[MemberStatus]:
+        """Returns what beats tell of each executor. See engine.Executors."""
+        now = asyncio.get_running_loop().time()
+        return [self._status_of(member, now) for member in self._members]
+
+    def _status_of(self, member: Member, now: float) -> MemberStatus:
+        name = self._suspicion.state(member.address).name
+        status = MemberStatus(
+            dp_rank=member.dp_rank,
+            attn_tp_rank=member.attn_tp_rank,
+            address=member.address,
+            state=serving.MemberState.Value(f"MEMBER_STATE_{name}"),
+        )
+        last = self._suspicion.last_beat(member.address)
+        if last is not None:
+            time, beat = last
+            status.last_beat_age.CopyFrom(duration(now - time))
+            status.beat_late_duration.CopyFrom(duration(beat.late_s))
+        return status
+
     async def close(self) -> None:
         """Ends every stream and connection."""
         self._leave_epoch()
@@ -317,7 +345,7 @@ class ExecutorGroup:
             for member, stream in zip(self._members, self._streams, strict=False)
         }
         is_idle = bool(self._streams) and all(stream.is_idle for stream in self._streams)
-        for silence in self.suspicion.judge(now, self._epoch, answer_times, is_idle=is_idle):
+        for silence in self._suspicion.judge(now, self._epoch, answer_times, is_idle=is_idle):
             problem = _describe_silence(silence, self._name)
             log.warning("executor_silent", problem=problem)
             self._end_streams()
@@ -409,7 +437,7 @@ class ExecutorGroup:
 
     async def _describe(self, address: str) -> Member:
         timeout_s = min(DESCRIBE_TIMEOUT_S, self._settings.form_timeout_s)
-        if self.suspicion.state(address) is MemberState.SILENT:
+        if self._suspicion.state(address) is MemberState.SILENT:
             timeout_s = min(SILENT_TIMEOUT_S, timeout_s)
         name = f"Describe of {self._name(address)}"
         data = await _answer(self._ask(address, timeout_s), name)

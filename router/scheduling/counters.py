@@ -259,6 +259,7 @@ class GroupTotals:
         losses: Epochs that are over: "left" if an executor was told to stop, else "lost".
         is_lost: Whether the last one was lost, and the group has not formed since.
         faults: "lied": executors that said what cannot be; "unexpected": errors of this router.
+        suspicions: Executors that fell silent, by what came of it: "cleared", "lost", "false".
         drafts: What came of drafts.
         decisions: Steps with prompts bound, by what was done about these, see Why.
         num_late_plans: See PlanLead; likewise the one that follows.
@@ -275,6 +276,7 @@ class GroupTotals:
     losses: dict[str, int]
     is_lost: bool
     faults: dict[str, int]
+    suspicions: dict[str, int]
     queue_s: Histogram
     first_token_s: Histogram
     inter_token_s: Histogram
@@ -301,11 +303,13 @@ class GroupMeasures:
         first_token_s: From a sequence's arrival to its first token.
         inter_token_s: Between two tokens of a sequence.
         recovery_s: From the loss of an epoch to the next one's beginning.
-        faults: See GroupTotals.
+        faults: See GroupTotals; likewise the one that follows.
+        suspicions: Counted by who watches the executors.
     """
 
     def __init__(self) -> None:
         self.faults = Counter({"lied": 0, "unexpected": 0})
+        self.suspicions = Counter[str]()
         self.times = StepTimes()
         self.costs = StepCosts()
         self.lead = PlanLead()
@@ -363,6 +367,7 @@ class GroupMeasures:
             losses=dict(self._losses),
             is_lost=self._is_lost,
             faults=dict(self.faults),
+            suspicions=dict(self.suspicions),
             queue_s=self.queue_s.copy(),
             first_token_s=self.first_token_s.copy(),
             inter_token_s=self.inter_token_s.copy(),

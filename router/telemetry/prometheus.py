@@ -168,6 +168,9 @@ GROUP_TOTALS: list[Metric[GroupTotals]] = [
     Metric("faults_total", "counter", ("reason",), lambda t: t.faults,
            "What is no plain loss: executors that said what cannot be (lied) and are left out until "
            "they restart, and errors of this router (unexpected), which its log has."),
+    Metric("suspicions_total", "counter", ("outcome",), lambda t: t.suspicions,
+           "Executors that fell silent: cleared by a beat, lost, and of the lost those that were alarms "
+           "without need (false), as the same process beat again."),
     Metric("steps_total", "counter", ("runner", "miss"), lambda t: t.steps,
            "Steps by what ran them: a captured graph's runner, or eager and why no graph did."),
     Metric("step_seconds_total", "counter", ("phase",), lambda t: t.step_seconds,

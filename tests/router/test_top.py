@@ -95,6 +95,23 @@ def test_what_comes_of_drafts_is_shown_where_there_is_a_draft_model():
     )
 
 
+def test_executors_that_do_not_beat_are_told_by_rank():
+    def member(rank: int, state: str, late_ms: int = 0, tp: int = 0) -> pb.MemberStatus:
+        status = pb.MemberStatus(dp_rank=rank, attn_tp_rank=tp, state=f"MEMBER_STATE_{state}")
+        status.beat_late_duration.FromMilliseconds(late_ms)
+        return status
+
+    assert "executors" not in render(ready(rank(0)))
+    well = [member(0, "ATTENTIVE", 3), member(1, "ATTENTIVE", 12)]
+    text = render(ready(rank(0), members=well))
+    assert "  executors: 2 attentive, last beats at most 12 ms late\n" in text
+    ill = [*well, member(2, "SILENT"), member(3, "SUSPECT", tp=1), member(4, "SUSPECT")]
+    text = render(ready(rank(0), members=ill))
+    assert "2 attentive, 1 silent (rank 2), 2 suspect (rank 3.1, 4), last beats" in text
+    text = render(ready(rank(0), members=[member(0, "UNATTENDED")] * 2))
+    assert "  executors: 2 unattended\n" in text
+
+
 def test_flows_are_told_with_what_they_get_the_greatest_first():
     assert "flow" not in render(ready(rank(0)))
     small = [pb.FlowStatus(flow=f"x\x1b-{n}", num_waiting=1, num_served_tokens=4) for n in range(9)]

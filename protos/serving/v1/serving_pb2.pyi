@@ -84,6 +84,38 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens, or the context is full."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
+class _MemberState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MemberStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MemberState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MEMBER_STATE_UNSPECIFIED: _MemberState.ValueType  # 0
+    """Never sent."""
+    MEMBER_STATE_UNATTENDED: _MemberState.ValueType  # 1
+    """There are no beats: it is not there, has none, or --silent-after-ms is 0."""
+    MEMBER_STATE_ATTENTIVE: _MemberState.ValueType  # 2
+    """It beats."""
+    MEMBER_STATE_SUSPECT: _MemberState.ValueType  # 3
+    """Its beat is overdue."""
+    MEMBER_STATE_SILENT: _MemberState.ValueType  # 4
+    """It was lost for want of beats, and has not beaten since."""
+
+class MemberState(_MemberState, metaclass=_MemberStateEnumTypeWrapper):
+    """What beats say of an executor."""
+
+MEMBER_STATE_UNSPECIFIED: MemberState.ValueType  # 0
+"""Never sent."""
+MEMBER_STATE_UNATTENDED: MemberState.ValueType  # 1
+"""There are no beats: it is not there, has none, or --silent-after-ms is 0."""
+MEMBER_STATE_ATTENTIVE: MemberState.ValueType  # 2
+"""It beats."""
+MEMBER_STATE_SUSPECT: MemberState.ValueType  # 3
+"""Its beat is overdue."""
+MEMBER_STATE_SILENT: MemberState.ValueType  # 4
+"""It was lost for want of beats, and has not beaten since."""
+Global___MemberState: _TypeAlias = MemberState  # noqa: Y015
+
 class _SpeculationState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -1892,6 +1924,7 @@ class GroupStatus(_message.Message):
     STEP_COST_FIELD_NUMBER: _builtins.int
     HISTORY_FIELD_NUMBER: _builtins.int
     FLOWS_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
     group: _builtins.int
     """Its number."""
     state: Global___GroupState.ValueType
@@ -1940,6 +1973,12 @@ class GroupStatus(_message.Message):
         "other". Only operators are told.
         """
 
+    @_builtins.property
+    def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___MemberStatus]:
+        """Its executors, by DP rank and then attention-TP rank, as their beats tell. Empty before the first
+        forming.
+        """
+
     def __init__(
         self,
         *,
@@ -1959,14 +1998,61 @@ class GroupStatus(_message.Message):
         step_cost: Global___StepCostStatus | None = ...,
         history: Global___History | None = ...,
         flows: _abc.Iterable[Global___FlowStatus] | None = ...,
+        members: _abc.Iterable[Global___MemberStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "last_step_age", b"last_step_age", "speculation", b"speculation", "step_cost", b"step_cost"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "epoch", b"epoch", "flows", b"flows", "graphs", b"graphs", "group", b"group", "history", b"history", "last_step_age", b"last_step_age", "max_num_seqs", b"max_num_seqs", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "problem", b"problem", "ranks", b"ranks", "speculation", b"speculation", "state", b"state", "step", b"step", "step_cost", b"step_cost"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "epoch", b"epoch", "flows", b"flows", "graphs", b"graphs", "group", b"group", "history", b"history", "last_step_age", b"last_step_age", "max_num_seqs", b"max_num_seqs", "members", b"members", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "problem", b"problem", "ranks", b"ranks", "speculation", b"speculation", "state", b"state", "step", b"step", "step_cost", b"step_cost"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GroupStatus: _TypeAlias = GroupStatus  # noqa: Y015
+
+@_typing.final
+class MemberStatus(_message.Message):
+    """An executor of a group, as its beats tell."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DP_RANK_FIELD_NUMBER: _builtins.int
+    ATTN_TP_RANK_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    LAST_BEAT_AGE_FIELD_NUMBER: _builtins.int
+    BEAT_LATE_DURATION_FIELD_NUMBER: _builtins.int
+    dp_rank: _builtins.int
+    """Its DP rank."""
+    attn_tp_rank: _builtins.int
+    """Its number among the executors of that rank."""
+    address: _builtins.str
+    """Where it listens. Empty for callers that are no operators."""
+    state: Global___MemberState.ValueType
+    """Whether it is there."""
+    @_builtins.property
+    def last_beat_age(self) -> _duration_pb2.Duration:
+        """Since its last beat. Absent if there was none."""
+
+    @_builtins.property
+    def beat_late_duration(self) -> _duration_pb2.Duration:
+        """By how much it was late with that."""
+
+    def __init__(
+        self,
+        *,
+        dp_rank: _builtins.int = ...,
+        attn_tp_rank: _builtins.int = ...,
+        address: _builtins.str = ...,
+        state: Global___MemberState.ValueType = ...,
+        last_beat_age: _duration_pb2.Duration | None = ...,
+        beat_late_duration: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat_late_duration", b"beat_late_duration", "last_beat_age", b"last_beat_age"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "attn_tp_rank", b"attn_tp_rank", "beat_late_duration", b"beat_late_duration", "dp_rank", b"dp_rank", "last_beat_age", b"last_beat_age", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MemberStatus: _TypeAlias = MemberStatus  # noqa: Y015
 
 @_typing.final
 class FlowStatus(_message.Message):

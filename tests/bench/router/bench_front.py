@@ -16,7 +16,7 @@ than was offered, this process was busy all the time.
 import asyncio
 import json
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -53,6 +53,10 @@ class TimerExecutors:
         self._num_rows = num_rows
         self._end = 0.0
         self._ends: deque[float] = deque()
+        self.suspicions = Counter[str]()
+
+    def members(self) -> list[pb.MemberStatus]:
+        return []
 
     async def form(self) -> GroupInfo:
         names = {"name": "timer", "architecture": "Timer", "fingerprint": ""}

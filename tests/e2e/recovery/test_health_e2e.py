@@ -21,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from deploy.local.demo import idle_group
 from deploy.local.demo_tasks import token_ids
 from deploy.local.launch import LocalStack
+from protos.serving.v1.serving_pb2 import MEMBER_STATE_SILENT, MEMBER_STATE_UNATTENDED
 from router.api.health import SERVICE
 from router.client import GROUP_STATE_FORMING, Client, Unavailable
 from tests.e2e.conftest import PATIENT
@@ -127,11 +128,23 @@ async def until_status(watch: Any, status: int) -> None:
         pass
 
 
-async def test_a_stopped_executor_turns_readiness_red_and_is_named(tmp_path: Path):
-    seconds = str(STEP_TIMEOUT_S)
-    overdue = ("--step-timeout-s", seconds, "--min-step-deadline-s", seconds)
+SECONDS = str(STEP_TIMEOUT_S)
+OVERDUE = ("--step-timeout-s", SECONDS, "--min-step-deadline-s", SECONDS, "--silent-after-ms", "0")
+
+
+@pytest.mark.parametrize(
+    ("router_args", "problem", "state"),
+    [
+        (OVERDUE, f"within {STEP_TIMEOUT_S} s", MEMBER_STATE_UNATTENDED),
+        (PATIENT[:4], "is silent", MEMBER_STATE_SILENT),
+    ],
+    ids=["deadline", "beats"],
+)
+async def test_a_stopped_executor_turns_readiness_red_and_is_named(
+    router_args: Sequence[str], problem: str, state: int, tmp_path: Path
+):
     async with (
-        served(tmp_path, router_args=overdue) as (stack, client),
+        served(tmp_path, router_args=router_args) as (stack, client),
         watched(stack, "readiness") as watch,
         long_streams(*on_both_ranks(client)),
     ):
@@ -142,13 +155,14 @@ async def test_a_stopped_executor_turns_readiness_red_and_is_named(tmp_path: Pat
             group = await group_with_problem(client, named)
             await until_status(watch, STATUS.NOT_SERVING)
             assert group.state == GROUP_STATE_FORMING
+            assert [m.state for m in group.members if m.dp_rank == 1] == [state]
             assert not await client.health("readiness")
             assert await client.health("liveness")
             *_, lost = await logged(stack.router, "group_lost")
         finally:
             stack.executors[1].resume()
         assert named in lost["problem"]
-        assert f"within {STEP_TIMEOUT_S} s" in lost["problem"]
+        assert problem in lost["problem"]
         await until_status(watch, STATUS.SERVING)
 
 

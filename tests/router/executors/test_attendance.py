@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 from structlog.testing import capture_logs
 
+from protos.serving.v1 import serving_pb2 as pb
 from protos.settings import check_settings
 from router.errors import ExecutorLost
 from router.executors import attendance, group
@@ -34,7 +35,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def state(executors: ExecutorGroup, number: int) -> MemberState:
-    return executors.suspicion.state(executors._members[number].address)
+    return executors._suspicion.state(executors._members[number].address)
 
 
 @asynccontextmanager
@@ -76,7 +77,31 @@ async def test_an_executor_that_stands_still_in_a_step_is_lost_and_the_others_ar
         with pytest.raises(ExecutorLost, match=rf"dp_rank 1.* is silent: .*{second_sign}"):
             await executors.receive(step)
         await until(lambda: peers[0, 0].num_streams == 0)
-        assert executors.suspicion.outcomes["lost"] == 1
+        assert executors.suspicions["lost"] == 1
+
+
+async def test_what_beats_tell_of_each_executor_is_told() -> None:
+    async with attended_group(2) as (executors, peers):
+        first, second = executors.members()
+        assert (first.dp_rank, second.dp_rank) == (0, 1)
+        assert first.address == executors._members[0].address
+        assert first.state == second.state == pb.MEMBER_STATE_ATTENTIVE
+        assert first.HasField("last_beat_age")
+        stop(peers[1, 0])
+        executors.send(plan_step(2))
+        with pytest.raises(ExecutorLost):
+            await executors.lost()
+        first, second = executors.members()
+        assert (first.state, second.state) == (
+            pb.MEMBER_STATE_ATTENTIVE,
+            pb.MEMBER_STATE_SILENT,
+        )
+    async with run_group(1) as (executors, peers):
+        assert executors.members() == []
+        await executors.form()
+        [only] = executors.members()
+        assert only.state == pb.MEMBER_STATE_UNATTENDED
+        assert not only.HasField("last_beat_age")
 
 
 async def test_one_that_comes_back_is_news_and_joins_the_next_epoch(
@@ -97,7 +122,7 @@ async def test_one_that_comes_back_is_news_and_joins_the_next_epoch(
         await news
         await executors.form()
         assert await run_step(executors, 2) == [[0], [10]]
-        assert executors.suspicion.outcomes == {"cleared": 0, "lost": 1, "false": 1}
+        assert executors.suspicions == {"cleared": 0, "lost": 1, "false": 1}
 
 
 async def test_one_that_falls_silent_while_the_group_forms_ends_the_forming() -> None:
@@ -183,7 +208,7 @@ async def test_executors_are_attended_only_while_they_are_of_the_group_and_only_
     async with attended_group(2) as (executors, peers):
         address = executors._members[1].address
         await executors._connect([executors._members[0].address])
-        assert executors.suspicion.last_beat(address) is None
+        assert executors._suspicion.last_beat(address) is None
         num_beats = len(peers[0, 0].attended)
         await until(lambda: len(peers[0, 0].attended) > num_beats)
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from protos.serving.v1 import serving_pb2 as pb
 from router.errors import ExecutorLost
 from router.requests.request import Sequence as LiveSequence
 from router.scheduling.step import (
@@ -98,6 +99,7 @@ class FakeExecutors:
         self.shape = shape
         self.num_epochs = 0
         self.num_losses = 0
+        self.suspicions = Counter[str]()
         self.plans: list[StepPlan] = []
         self.num_lost_alone: Counter[LiveSequence] = Counter()
         self._rng = rng
@@ -206,6 +208,9 @@ class FakeExecutors:
         except AssertionError as error:
             raise Misled from error
         return result
+
+    def members(self) -> list[pb.MemberStatus]:
+        return []
 
     async def news(self) -> None:
         await asyncio.Event().wait()
