@@ -71,7 +71,7 @@ LIVENESS, READINESS = "liveness", "readiness"
 
 # Steps taken off a stream and not answered yet. A router sends 2; more only wait.
 MAX_UNANSWERED_STEPS = 8
-QUIET_MS = 5000  # for which captures and libraries that are loaded may hold the event loop up
+QUIET_MS = 10_000  # for which captures and libraries that are loaded may hold the event loop up
 STUCK_CHECKS = 10  # so that a process that was stopped for a while is not taken for a stuck one
 
 # Before the port's, as gRPC goes by the first option of a name.

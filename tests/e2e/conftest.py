@@ -19,8 +19,9 @@ EXECUTOR_ARGS = ("--num-kv-blocks", "400", "--max-num-batched-tokens", "192", *S
 FLOAT32_ARGS = (*EXECUTOR_ARGS, "--dtype", "float32")
 
 # A process that stands still for some seconds, as it may on a busy machine, is not taken for one
-# that hangs. For tests that count losses, or want none.
-PATIENT = ("--step-timeout-s", "120", "--min-step-deadline-s", "120", "--silent-after-ms", "0")
+# that hangs. For tests that count losses, or want none; the first, for those of beats.
+PATIENT_STEPS = ("--step-timeout-s", "120", "--min-step-deadline-s", "120")
+PATIENT = (*PATIENT_STEPS, "--silent-after-ms", "0")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,10 +8,14 @@ import argparse
 import asyncio
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from deploy.local.demo_tasks import token_ids
@@ -22,17 +26,17 @@ from tests.bench.router.bench_formings import (
     form_often,
 )
 from tests.e2e.chaos import Report, streaming
-from tests.e2e.conftest import SAME_ANSWERS
-from tests.e2e.support.logs import logged
+from tests.e2e.conftest import PATIENT_STEPS, SAME_ANSWERS
+from tests.e2e.support.logs import logged, records
 from tests.e2e.support.poisoned_executor import POISON
 from tests.e2e.support.stacks import PoisonedStack, served, supervised
 
 REQUIRED_GAP_S = 1.3
+REQUIRED_NOTICED_S = 0.65, 1.0  # median, and at most
+PAUSE_S = (0.7, 2.0)
+NUM_BUSY_LOOPS = 4
 STEADY_S = 2.0  # until streams that a fault held up have gone on for a while
-NOT_BUILT = (
-    "Not built yet, so not listed: spares, smaller groups, beats, KV that outlives an epoch, a "
-    "standby router."
-)
+NOT_BUILT = "Not built yet, so not listed: spares, smaller groups, KV that outlives an epoch, a standby router."
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,9 @@ class Size:
     num_streams: int = 64
     num_kills: int = 20
     num_router_kills: int = 10
+    num_stops: int = 20
+    num_pauses: int = 10
+    busy_s: float = 120.0
     num_formings: int = 1000
     group_sizes: Sequence[int] = tuple(REQUIRED_MEDIAN_MS)
     executor_args: Sequence[str] = SAME_ANSWERS
@@ -76,6 +83,9 @@ async def table(size: Size, folder: Path) -> AsyncIterator[Line]:
     yield await restarts(size, folder / "restarts")
     for num_executors in size.group_sizes:
         yield await formings(num_executors, size)
+    yield await stops(size, folder / "stops")
+    yield await pauses(size, folder / "pauses")
+    yield await busy(size, folder / "busy")
     yield await poison(size, folder / "poison")
     yield await router_kills(size, folder / "router")
 
@@ -120,6 +130,91 @@ async def formings(num_executors: int, size: Size) -> Line:
         len(times_ms) == size.num_formings,
         median_ms <= required_ms and longest_ms <= REQUIRED_LONGEST_MS,
     )
+
+
+async def stops(size: Size, log_dir: Path) -> Line:
+    """Executors are stopped, and killed once that was noticed; the supervisor starts them again."""
+    report, noticed_s = Report(), list[float]()
+    settings = {"executor_args": size.executor_args, "router_args": PATIENT_STEPS}
+    async with served(log_dir, **settings) as (stack, client):
+        streams = streaming(client, size.num_streams, random.Random(3), report)
+        async with supervised(stack), streams:
+            for number in range(size.num_stops):
+                await asyncio.sleep(size.steady_s)
+                process = stack.executors[number % len(stack.executors)]
+                report.note(f"{process.name} stopped")
+                stopped = time.time()
+                process.pause()
+                *_, lost = await logged(stack.router, "group_lost", number + 1)
+                noticed_s.append(datetime.fromisoformat(lost["timestamp"]).timestamp() - stopped)
+                await process.kill()
+                await logged(stack.router, "group_ready", number + 2)
+            await asyncio.sleep(size.steady_s)
+    median_s, longest_s = statistics.median(noticed_s), max(noticed_s)
+    required_median_s, required_s = REQUIRED_NOTICED_S
+    return Line(
+        f"{size.num_stops} executors stopped (SIGSTOP) under load",
+        f"0 lost, 0 wrong; noticed in median ≤ {required_median_s}, max ≤ {required_s} s",
+        f"{_streams(report)}; noticed in median {median_s:.2f}, max {longest_s:.2f} s",
+        not report.wrong,
+        median_s <= required_median_s and longest_s <= required_s,
+    )
+
+
+async def pauses(size: Size, log_dir: Path) -> Line:
+    """Executors are stopped for a while and go on, whether or not that was noticed."""
+    report, rng = Report(), random.Random(4)
+    settings = {"executor_args": size.executor_args, "router_args": PATIENT_STEPS}
+    async with served(log_dir, **settings) as (stack, client):
+        async with streaming(client, size.num_streams, rng, report):
+            for number in range(size.num_pauses):
+                await asyncio.sleep(size.steady_s)
+                process = stack.executors[number % len(stack.executors)]
+                report.note(f"{process.name} paused")
+                process.pause()
+                await asyncio.sleep(rng.uniform(*PAUSE_S))
+                process.resume()
+            await asyncio.sleep(size.steady_s)
+        num_lost = len(records(stack.router.log_path, "group_lost"))
+    least_s, most_s = PAUSE_S
+    return Line(
+        f"{size.num_pauses} executors stopped for {least_s} to {most_s} s, and on again",
+        "0 lost, 0 wrong; at most one forming each",
+        f"{_streams(report)}; {num_lost} formings, longest gap {max(report.gaps_s[1:]):.2f} s",
+        not report.wrong and num_lost <= size.num_pauses,
+    )
+
+
+async def busy(size: Size, log_dir: Path) -> Line:
+    """Other processes take the machine's cores for themselves."""
+    report = Report()
+    settings = {"executor_args": size.executor_args, "router_args": PATIENT_STEPS}
+    async with served(log_dir, **settings) as (stack, client):
+        async with streaming(client, size.num_streams, random.Random(5), report):
+            with busy_loops(NUM_BUSY_LOOPS):
+                await asyncio.sleep(size.busy_s)
+        num_silent = len(records(stack.router.log_path, "executor_silent"))
+        num_lost = len(records(stack.router.log_path, "group_lost"))
+    return Line(
+        f"{size.busy_s:g} s beside {NUM_BUSY_LOOPS} busy loops (--busy-s 600: ten minutes)",
+        "0 lost, 0 wrong, no false alarm",
+        f"{_streams(report)}; {num_silent} executors taken for silent, {num_lost} epochs lost, "
+        f"longest gap {report.gaps_s[0]:.2f} s",
+        not report.wrong,
+        num_silent == 0,
+    )
+
+
+@contextmanager
+def busy_loops(number: int) -> Iterator[None]:
+    """Processes that compute, until the end of the block."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
 
 
 async def poison(size: Size, log_dir: Path) -> Line:
@@ -190,8 +285,19 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=usual.num_kills)
     parser.add_argument("--router-kills", type=int, default=usual.num_router_kills)
     parser.add_argument("--formings", type=int, default=usual.num_formings)
+    parser.add_argument("--stops", type=int, default=usual.num_stops)
+    parser.add_argument("--pauses", type=int, default=usual.num_pauses)
+    parser.add_argument("--busy-s", type=float, default=usual.busy_s)
     args = parser.parse_args()
-    size = Size(args.streams, args.kills, args.router_kills, args.formings)
+    size = Size(
+        num_streams=args.streams,
+        num_kills=args.kills,
+        num_router_kills=args.router_kills,
+        num_formings=args.formings,
+        num_stops=args.stops,
+        num_pauses=args.pauses,
+        busy_s=args.busy_s,
+    )
     with tempfile.TemporaryDirectory() as folder:
         sys.exit(not asyncio.run(show(size, Path(folder))))
 

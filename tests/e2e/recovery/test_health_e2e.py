@@ -24,7 +24,7 @@ from deploy.local.launch import LocalStack
 from protos.serving.v1.serving_pb2 import MEMBER_STATE_SILENT, MEMBER_STATE_UNATTENDED
 from router.api.health import SERVICE
 from router.client import GROUP_STATE_FORMING, Client, Unavailable
-from tests.e2e.conftest import PATIENT
+from tests.e2e.conftest import PATIENT, PATIENT_STEPS
 from tests.e2e.support.logs import logged, records
 from tests.e2e.support.stacks import demo_model_with, group_with_problem, paused, served
 from tests.e2e.support.streams import long_streams
@@ -136,7 +136,7 @@ OVERDUE = ("--step-timeout-s", SECONDS, "--min-step-deadline-s", SECONDS, "--sil
     ("router_args", "problem", "state"),
     [
         (OVERDUE, f"within {STEP_TIMEOUT_S} s", MEMBER_STATE_UNATTENDED),
-        (PATIENT[:4], "is silent", MEMBER_STATE_SILENT),
+        (PATIENT_STEPS, "is silent", MEMBER_STATE_SILENT),
     ],
     ids=["deadline", "beats"],
 )

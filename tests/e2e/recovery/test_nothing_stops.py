@@ -10,6 +10,9 @@ SMALL = Size(
     num_kills=1,
     num_router_kills=1,
     num_formings=10,
+    num_stops=1,
+    num_pauses=1,
+    busy_s=0.3,
     group_sizes=(2,),
     executor_args=EXECUTOR_ARGS,
     steady_s=0.3,
@@ -21,4 +24,4 @@ async def test_each_line_is_measured_and_nothing_is_lost_or_wrong(tmp_path: Path
     for line in lines:
         print(line)
 
-    assert [line.is_right for line in lines] == [True] * 4
+    assert [line.is_right for line in lines] == [True] * 7
