@@ -1,4 +1,4 @@
-"""Group over a network: right answers, also after a cable was cut."""
+"""Group over a network: right answers, also after a cable was cut, and over one that loses frames."""
 
 import subprocess
 import sys
@@ -13,11 +13,17 @@ from tests.e2e.support.two_hosts import EXECUTORS, ROUTER
 TIMEOUT_S = 540
 
 
-def test_a_group_over_a_network_answers_right_and_outlives_a_cut_cable(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("kind", "delay_s", "loss"),
+    [("cut", 0.0, 0.0), ("lossy", 0.01, 0.01)],  # a round trip takes 20 ms more
+)
+def test_a_group_over_a_network_answers_right_and_outlives_a_cut_cable(
+    kind: str, delay_s: float, loss: float, tmp_path: Path
+):
     if (reason := why_not()) is not None:
         pytest.skip(f"no network namespaces here: {reason}")
-    program = (sys.executable, "-m", "tests.e2e.support.two_hosts")
-    with hosts((ROUTER, *EXECUTORS)) as made:
+    program = (sys.executable, "-m", "tests.e2e.support.two_hosts", kind)
+    with hosts((ROUTER, *EXECUTORS), delay_s, loss) as made:
         command = [*made.command(ROUTER), *program, made.prefix, str(tmp_path)]
         done = subprocess.run(command, cwd=ROOT, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, "its output says what is wrong"

@@ -1,8 +1,9 @@
-"""Run of a group over a network, and its cable cut: ``... two_hosts PREFIX LOG_DIR``.
+"""Run of a group over a network: ``... two_hosts cut|lossy PREFIX LOG_DIR``.
 
 Runs on the router's host of tests/e2e/support/hosts.py, where it starts the router, and an executor on each
-of the two others. Asks the demo's problems; then, while many streams run, cuts one executor off for
-some seconds. Fails if an answer is wrong, a stream is not whole or the cut was not noticed.
+of the two others. Asks the demo's problems. "cut": while many streams run, cuts one executor off for
+some seconds; fails if a stream is not whole or the cut was not noticed. "lossy": fails if an epoch is
+lost on a network that is slow and loses frames, but no host. Either fails if an answer is wrong.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from deploy.local.processes import Process
 from router.client import Client, Options
 from tests.e2e.conftest import EXECUTOR_ARGS
 from tests.e2e.support.hosts import Hosts
+from tests.e2e.support.logs import records
 from tests.e2e.support.stacks import group_with_problem
 
 ROUTER = "router"
@@ -86,34 +88,46 @@ async def read_streams(client: Client, tokens: list[list[int]]) -> None:
     await asyncio.gather(*map(read, range(len(tokens))))
 
 
-async def run(hosts: Hosts, log_dir: Path) -> None:
+async def run(kind: str, hosts: Hosts, log_dir: Path) -> None:
     async with stack(hosts, log_dir) as address, Client(address) as client:
         await wait_until_ready(client)
         answers = await ask_all(client, draw_requests(SEED, NUM_REQUESTS))
         assert all(answer.is_right for answer in answers)
-        undisturbed: list[list[int]] = [[] for _ in range(NUM_STREAMS)]
-        await read_streams(client, undisturbed)
-        epoch = (await idle_group(client)).epoch
+        if kind == "lossy":
+            group = await idle_group(client)
+            events = ("group_lost", "executor_silent")
+            log = log_dir / f"{ROUTER}.log"
+            assert (group.epoch, [records(log, event) for event in events]) == (1, [[], []])
+        else:
+            await cut_off(hosts, client)
 
-        tokens: list[list[int]] = [[] for _ in range(NUM_STREAMS)]
-        reading = asyncio.create_task(read_streams(client, tokens))
-        while not all(tokens) or sum(map(len, tokens)) < NUM_STREAMS * NUM_TOKENS // 4:
-            await asyncio.sleep(0.01)
-        hosts.set_link(EXECUTORS[1], "down")
-        assert sum(map(len, tokens)) < NUM_STREAMS * NUM_TOKENS
-        await asyncio.sleep(CUT_S)
-        async with asyncio.timeout(120):  # with nothing to do, it notices by keepalive
-            await group_with_problem(client, hosts.address(EXECUTORS[1]))
-        hosts.set_link(EXECUTORS[1], "up")
-        plugged_in = time.monotonic()
-        await wait_until_ready(client)
-        print(f"ready {time.monotonic() - plugged_in:.1f} s after it was plugged in again")
-        await reading
-        assert tokens == undisturbed
-        group = await idle_group(client)
-        assert group.epoch > epoch
-        assert group.num_waiting == sum(rank.num_used_blocks for rank in group.ranks) == 0
+
+async def cut_off(hosts: Hosts, client: Client) -> None:
+    """Cuts an executor off while streams run, and checks that it was noticed and they are whole."""
+    undisturbed: list[list[int]] = [[] for _ in range(NUM_STREAMS)]
+    await read_streams(client, undisturbed)
+    epoch = (await idle_group(client)).epoch
+
+    tokens: list[list[int]] = [[] for _ in range(NUM_STREAMS)]
+    reading = asyncio.create_task(read_streams(client, tokens))
+    while not all(tokens) or sum(map(len, tokens)) < NUM_STREAMS * NUM_TOKENS // 4:
+        await asyncio.sleep(0.01)
+    hosts.set_link(EXECUTORS[1], "down")
+    assert sum(map(len, tokens)) < NUM_STREAMS * NUM_TOKENS
+    await asyncio.sleep(CUT_S)
+    async with asyncio.timeout(120):
+        await group_with_problem(client, hosts.address(EXECUTORS[1]))
+    hosts.set_link(EXECUTORS[1], "up")
+    plugged_in = time.monotonic()
+    await wait_until_ready(client)
+    print(f"ready {time.monotonic() - plugged_in:.1f} s after it was plugged in again")
+    await reading
+    assert tokens == undisturbed
+    group = await idle_group(client)
+    assert group.epoch > epoch
+    assert group.num_waiting == sum(rank.num_used_blocks for rank in group.ranks) == 0
 
 
 if __name__ == "__main__":
-    asyncio.run(run(Hosts(sys.argv[1], (ROUTER, *EXECUTORS)), Path(sys.argv[2])))
+    _, kind, prefix, folder = sys.argv
+    asyncio.run(run(kind, Hosts(prefix, (ROUTER, *EXECUTORS)), Path(folder)))
