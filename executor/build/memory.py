@@ -96,7 +96,8 @@ def held_lines(
 ) -> tuple[BudgetLine, ...]:
     """Returns what is kept on the device beside attention, buffers of collectives, and most weights.
 
-    Of weights it tells those of experts, ghosts among them.     Of keys and values it tells what a sequence takes: how many there are follows from the rest.
+    Of weights it tells those of experts, ghosts among them; of keys and values what a sequence takes,
+    as how many there are follows from the rest.
     """
     budget, held = blueprint.budget, HeldBytes()
     num_rows, graph = blueprint.config.max_num_seqs, max(blueprint.graph_sizes.decode, default=0)
@@ -127,9 +128,10 @@ def _slot_lines(blueprint: Blueprint, num_bytes: int) -> tuple[BudgetLine, ...]:
     if not blueprint.model.num_experts:
         return ()
     slots = blueprint.config.topology.expert_slots(blueprint.model.num_experts)
-    what = f"expert slots of all layers, {slots.count(GHOST)} of each without an expert"
     bound = f"num_experts={blueprint.model.num_experts} / ep_size={blueprint.budget.ep_size}"
-    return (BudgetLine(what, bound, len(slots), num_bytes),)
+    if ghosts := slots.count(GHOST):
+        bound += f"; of each layer {ghosts} without an expert"
+    return (BudgetLine("expert slots of all layers", bound, len(slots), num_bytes),)
 
 
 def later_lines(

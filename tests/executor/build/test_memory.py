@@ -311,3 +311,16 @@ def test_the_table_has_the_scratch_of_experts_and_the_workspace_of_the_all_to_al
     assert scratch.tokens == budget.max_gathered_tokens == 128
     rows = {"cutlass": 128 * 2, "cutedsl": scratch_rows(128, 2, 4) * 128 * 2}[moe_runner]
     assert scratch.bytes == rows
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_table_has_the_slots_of_experts_and_the_ghosts_among_them(rank: int) -> None:
+    worker, description = build_worker(ExecutorConfig(dp_rank=rank, dp_size=3, **SETTINGS))
+    [line] = [line for line in description.budget.lines if line.what.startswith("expert slots")]
+    ghosts = "; of each layer 1 without an expert" if rank == 2 else ""
+    assert line.bound == f"num_experts=8 / ep_size=3{ghosts}"
+    model = Blueprint.of(ExecutorConfig(**SETTINGS)).model
+    assert model.moe is not None
+    expert_bytes = 3 * model.hidden_size * model.moe.intermediate_size * 2
+    assert (line.tokens, line.bytes) == (3, 3 * expert_bytes * len(model.layers))
+    worker.leave()
