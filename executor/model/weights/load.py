@@ -6,7 +6,7 @@ never read.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from operator import itemgetter
@@ -50,7 +50,7 @@ class Loader:
 
     def fill(
         self,
-        groups: Iterable[WeightGroup],
+        groups: Sequence[WeightGroup] | deque[WeightGroup],
         *,
         skipped: Skips = lambda name: True,
         on_progress: OnProgress | None = None,
@@ -61,7 +61,7 @@ class Loader:
         Parameters on the meta device are checked like all others, and read nothing.
 
         Args:
-            groups: What to fill; consumed, so that a finished group's memory can go.
+            groups: What to fill. A deque is consumed, so that a finished group's memory can go.
             skipped: Whether a tensor that no group names may be there; of a quantised one, asked
                 once, with the weight's name.
             on_progress: Called with tensors loaded and tensors in all, after each.
@@ -70,14 +70,12 @@ class Loader:
             CheckpointError: A tensor is missing, has another shape, is of a type that cannot be
                 converted, or is one that the model has no place for.
         """
-        pending = deque(groups)
-        del groups  # or it would keep every group to the end
+        pending = groups if isinstance(groups, deque) else deque(groups)
         weights = _checked(self._found, pending, self._format, skipped)
         num_threads = torch.get_num_threads()
         with ExitStack() as stack:
-            stack.callback(
-                torch.set_num_threads, num_threads
-            )  # which threads set for those to come
+            # Which threads of the pool set for those to come.
+            stack.callback(torch.set_num_threads, num_threads)
             pool = stack.enter_context(ThreadPoolExecutor(READERS, initializer=_keep_to_one_core))
             uploads = Uploads()
             done, total = 0, sum(len(_cuts(group)) for group in pending)
@@ -111,8 +109,10 @@ def load_weights(
 
     Args and errors are those of ``Loader`` and its ``fill``. By default, no tensor may be skipped.
     """
+    pending = deque(groups)
+    del groups  # or it would keep every group to the end
     with closing(Loader(path, weight_format)) as loader:
-        loader.fill(groups, skipped=skipped, on_progress=on_progress)
+        loader.fill(pending, skipped=skipped, on_progress=on_progress)
 
 
 def tensor_names(path: str | Path) -> frozenset[str]:

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -282,3 +283,18 @@ def test_groups_are_finished_in_order_and_full(tmp_path: Path):
     load_weights(tmp_path, groups)
     assert finished == names
     assert torch.get_num_threads() == threads
+
+
+def test_a_group_that_is_finished_goes_while_others_are_read(tmp_path: Path) -> None:
+    count = 12
+    save_file({f"w{i}": torch.ones(2) for i in range(count)}, tmp_path / "model.safetensors")
+    targets: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    seen: list[int] = []
+
+    def new_group(i: int) -> WeightGroup:
+        target = torch.zeros(2)
+        targets.add(target)
+        return WeightGroup({f"w{i}": target}, finish=lambda: seen.append(len(targets)))
+
+    load_weights(tmp_path, [new_group(i) for i in range(count)])
+    assert seen[-1] <= 2 < len(seen) == count
