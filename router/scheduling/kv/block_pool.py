@@ -1,14 +1,16 @@
-"""Block pool of one DP rank: which of its KV blocks are free, used or cached, by reference counts.
+"""Block pools: which of each DP rank's KV blocks are free, used or cached, by reference counts.
 
-It knows no names: those are the prefix cache's. No tensors.
+They know no names: those are the prefix cache's. No tensors.
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 import numpy.typing as npt
 
 BlockIds = npt.NDArray[np.int32]
+Counts = npt.NDArray[np.int64]
 NO_BLOCKS: BlockIds = np.zeros(0, dtype=np.int32)
 
 SCRATCH_BLOCK = 0  # padded rows read and write here; never handed out
@@ -36,9 +38,9 @@ class BlockPool:
                              head          tail         again since has a later index, and
         index_of  {5: .., 8: .., 3: ..}                 its old entry counts for nothing
 
-    Attributes:
-        num_free: Blocks that hold nothing.
-        num_cached: Blocks that hold something reusable and that nobody uses.
+    Args:
+        num_blocks: The scratch block included.
+        on_evict: Told of blocks that were cached and are free.
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[BlockIds], None]) -> None:
@@ -47,16 +49,32 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._on_evict = on_evict
         self._free = np.arange(num_blocks - 1, 0, -1, dtype=np.int32)  # a stack, top at the end
-        self.num_free = num_blocks - 1
+        self._num_free = np.array([num_blocks - 1])
+        self._num_cached = np.array([0])
         # A free block's count is 1 already, so that `acquire`, called for every rank in most
         # steps, has nothing to write.
         self._ref_counts = np.ones(num_blocks, dtype=np.int32)
         self._is_kept = np.zeros(num_blocks, dtype=np.bool_)
-        self.num_cached = 0
         self._queue = np.zeros(4 * num_blocks, dtype=np.int32)
         self._indices = np.arange(len(self._queue), dtype=np.int32)
         self._index_of = np.full(num_blocks, -1, dtype=np.int32)  # -1: not cached
         self._head = self._tail = 0
+
+    def move(self, free: BlockIds, num_free: Counts, num_cached: Counts) -> None:
+        """Goes on in the parts of a group's arrays that are its own."""
+        free[: len(self._free)] = self._free
+        num_free[:], num_cached[:] = self._num_free, self._num_cached
+        self._free, self._num_free, self._num_cached = free, num_free, num_cached
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that hold nothing."""
+        return int(self._num_free[0])
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that hold something reusable and that nobody uses."""
+        return int(self._num_cached[0])
 
     @property
     def num_available(self) -> int:
@@ -71,23 +89,26 @@ class BlockPool:
         """How many of these blocks `share` would take out of `num_available`."""
         return len(block_ids) - int(np.count_nonzero(self._ref_counts[block_ids]))
 
-    def can_acquire(self, count: int) -> bool:
-        return count <= self.num_free + self.num_cached
-
     def acquire(self, count: int) -> BlockIds:
         """Takes ``count`` blocks, evicting the least recently used cached ones if needed."""
-        if self.num_free < count:
-            assert self.can_acquire(count), "the scheduler looks before it takes"
-            self._evict(count - self.num_free + int(self.num_blocks * EVICTED_SHARE))
-        self.num_free -= count
-        return self._free[self.num_free : self.num_free + count].copy()
+        self.make_free(count)
+        num_left = self.num_free - count
+        self._num_free[0] = num_left
+        return self._free[num_left : num_left + count].copy()
+
+    def make_free(self, count: int) -> None:
+        """Evicts until ``count`` blocks are free, of those that are available."""
+        num_free = self.num_free
+        if num_free < count:
+            assert count <= self.num_available, "the scheduler looks before it takes"
+            self._evict(count - num_free + int(self.num_blocks * EVICTED_SHARE))
 
     def share(self, block_ids: BlockIds) -> None:
         """Adds a reference to used or cached blocks, none of them twice."""
         if len(block_ids) == 0:
             return
         counts = self._ref_counts[block_ids]
-        self.num_cached -= len(block_ids) - int(np.count_nonzero(counts))
+        self._num_cached[0] -= len(block_ids) - int(np.count_nonzero(counts))
         self._index_of[block_ids] = -1
         self._ref_counts[block_ids] = counts + 1
 
@@ -131,8 +152,9 @@ class BlockPool:
 
     def _free_up(self, block_ids: BlockIds) -> None:
         self._ref_counts[block_ids] = 1
-        self._free[self.num_free : self.num_free + len(block_ids)] = block_ids
-        self.num_free += len(block_ids)
+        num_free = self.num_free
+        self._free[num_free : num_free + len(block_ids)] = block_ids
+        self._num_free[0] = num_free + len(block_ids)
 
     def _line_up(self, block_ids: BlockIds) -> None:
         if self._tail + len(block_ids) > len(self._queue):
@@ -141,7 +163,7 @@ class BlockPool:
         self._queue[self._tail : end] = block_ids
         self._index_of[block_ids] = self._indices[self._tail : end]
         self._tail = end
-        self.num_cached += len(block_ids)
+        self._num_cached[0] += len(block_ids)
 
     def _close_up(self) -> None:
         """Moves the queue to the front of its array, without entries that count for nothing."""
@@ -160,7 +182,7 @@ class BlockPool:
                 continue
             self._is_kept[block_ids] = False
             self._index_of[block_ids] = -1
-            self.num_cached -= len(block_ids)
+            self._num_cached[0] -= len(block_ids)
             self._on_evict(block_ids)
             self._free_up(block_ids)
             count -= len(block_ids)
@@ -169,4 +191,51 @@ class BlockPool:
         """Returns the blocks whose index is in this part of the queue, in order."""
         entries = self._queue[start:end]
         block_ids: BlockIds = entries[self._index_of[entries] == self._indices[start:end]]
+        return block_ids
+
+
+class BlockPools:
+    """The pools of all ranks of a group, of which one operation takes blocks for every rank.
+
+    The stacks of free blocks stand in one array, and so do the counts:
+
+        free   [ 9 8 7 6 . . . . . | 9 8 7 6 5 4 3 2 . | 9 8 7 . . . . . . ]
+                         ▲ top                     ▲ top      ▲ top
+
+    Args:
+        pools: [dp_size] of each rank; they go on in these arrays.
+    """
+
+    def __init__(self, pools: SequenceOf[BlockPool]) -> None:
+        self._pools = pools
+        sizes = np.array([pool.num_blocks for pool in pools])
+        self._first = sizes.cumsum() - sizes
+        self._free = np.zeros(int(sizes.sum()), dtype=np.int32)
+        self._num_free = np.zeros(len(pools), dtype=np.int64)
+        self._num_cached = np.zeros(len(pools), dtype=np.int64)
+        for rank, (pool, first) in enumerate(zip(pools, self._first.tolist(), strict=True)):
+            part, own = slice(first, first + pool.num_blocks), slice(rank, rank + 1)
+            pool.move(self._free[part], self._num_free[own], self._num_cached[own])
+
+    def __getitem__(self, rank: int) -> BlockPool:
+        return self._pools[rank]
+
+    @property
+    def num_available(self) -> Counts:
+        """int64 [dp_size], blocks that each rank can hand out."""
+        return self._num_free + self._num_cached
+
+    def make_free(self, counts: Counts) -> None:
+        """Evicts until each rank has so many free blocks, of those that are available."""
+        for rank in np.flatnonzero(self._num_free < counts).tolist():
+            self._pools[rank].make_free(int(counts[rank]))
+
+    def acquire(self, counts: Counts) -> BlockIds:
+        """Takes so many free blocks of each rank. Returns them, ranks end to end."""
+        self._num_free -= counts
+        # Of rank r, those from first[r] + num_free[r] on.
+        before = counts.cumsum() - counts
+        places = (self._first + self._num_free - before).repeat(counts)
+        places += np.arange(len(places))
+        block_ids: BlockIds = self._free.take(places)
         return block_ids

@@ -21,7 +21,7 @@ import numpy as np
 
 from router.requests.request import Int32Array
 from router.scheduling.kv.block_log import BlockRun
-from router.scheduling.kv.block_pool import BlockIds, BlockPool
+from router.scheduling.kv.block_pool import BlockIds, BlockPools
 from router.scheduling.kv.prefix_cache import WINDOW, PrefixCache, extend_block_hashes
 from router.scheduling.sequence_table import Mask, Rows, RowStatus, SequenceTable, offsets, spread
 from router.scheduling.step import StepPlan
@@ -46,7 +46,7 @@ class RowBlocks:
     ) -> None:
         self._table = table
         self._caches = caches
-        self._pools = [cache.pool for cache in caches]
+        self._pools = BlockPools([cache.pool for cache in caches])
         self._preempt = preempt
         self._max_window_blocks = max_window_blocks
 
@@ -57,26 +57,21 @@ class RowBlocks:
 
         Returns whether all of them got one without preemption.
         """
-        table = self._table
-        cuts = table.cuts_of(rows)
-        counts = [end - start for start, end in pairwise(cuts)]
-        pools, num_lists = self._pools, table.num_lists
-        if num_lists > 1:
-            counts = [num_lists * count for count in counts]
-        had_room = all(map(BlockPool.can_acquire, pools, counts))
+        table, num_lists = self._table, self._table.num_lists
+        counts = table.counts_of(rows)
+        had_room = bool((num_lists * counts <= self._pools.num_available).all())
         if not had_room:
-            parts = [
-                self._make_room(rank, rows[start:end])
-                for rank, (start, end) in enumerate(pairwise(cuts))
-            ]
-            rows, counts = np.concatenate(parts), [num_lists * len(part) for part in parts]
-        block_ids = [
-            pool.acquire(count) for pool, count in zip(pools, counts, strict=True) if count
-        ]
-        if not block_ids:
-            return False
-        self._put((table.block_starts + table.num_blocks).take(rows), block_ids)
-        table.num_blocks[rows] += 1
+            rows = self._make_rooms(rows)
+            counts = table.counts_of(rows)
+            if not len(rows):
+                return False
+        self._pools.make_free(num_lists * counts)
+        columns = table.num_blocks.take(rows)
+        places = table.block_starts.take(rows) + columns
+        table.flat_blocks[places] = self._pools.acquire(counts)
+        if table.has_windows:
+            table.flat_window_blocks[places] = self._pools.acquire(counts)
+        table.num_blocks[rows] = columns + 1
         return had_room
 
     def give(self, rank: int, row: int, num_tokens: int) -> int:
@@ -135,11 +130,9 @@ class RowBlocks:
         for_prompts = table.num_extend // table.block_size + 1 - table.num_blocks
         for_prompts += np.minimum(for_prompts, self._max_window_blocks)
         num_wanted += np.where(table.status == RowStatus.EXTEND, for_prompts, 0)
-        sums = num_wanted.reshape(table.dp_size, -1).sum(axis=1).tolist()
-        return all(
-            count + num_lists * table.num_bound(rank) <= pool.num_available
-            for rank, (pool, count) in enumerate(zip(self._pools, sums, strict=True))
-        )
+        num_wanted = num_wanted.reshape(table.dp_size, -1).sum(axis=1)
+        num_wanted += num_lists * np.array([table.num_bound(r) for r in range(table.dp_size)])
+        return bool((num_wanted <= self._pools.num_available).all())
 
     def _num_missing(self, ends: Int32Array) -> Int32Array:
         """Returns int32 [R], blocks that each row lacks for so many tokens; below 0: it has more."""
@@ -154,6 +147,13 @@ class RowBlocks:
             table.flat_window_blocks[places] = np.concatenate(halves)
             block_ids = [ids[: len(ids) // 2] for ids in block_ids]
         table.flat_blocks[places] = np.concatenate(block_ids)
+
+    def _make_rooms(self, rows: Rows) -> Rows:
+        """Preempts until there is a column for each of the rows that it returns, ascending."""
+        cuts = self._table.cuts_of(rows)
+        parts = (rows[start:end] for start, end in pairwise(cuts))
+        granted = [self._make_room(rank, part) for rank, part in enumerate(parts)]
+        return np.sort(np.concatenate(granted))
 
     def _make_room(self, rank: int, rows: Rows) -> Rows:
         """Preempts until there is a column for each of the rows that it returns."""
@@ -229,9 +229,9 @@ class RowBlocks:
         block_ids = table.flat_window_blocks.take(places)
         table.num_past_blocks[rows] = num_past
         cuts = offsets(counts, table.cuts_of(rows))
-        for pool, (start, end) in zip(self._pools, pairwise(cuts), strict=True):
+        for rank, (start, end) in enumerate(pairwise(cuts)):
             if start < end:
-                pool.release_each(block_ids[start:end])
+                self._pools[rank].release_each(block_ids[start:end])
 
     def name(self, row: int) -> None:
         """Lets others find the full blocks of a row whose tokens are known and handed out.
