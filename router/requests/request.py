@@ -272,8 +272,8 @@ class Sequence:
     """One continuation of a request.
 
     Attributes:
-        tokens: int32, prompt and output. While bound, a view of the table's row, longer than
-            what it holds; use `num_tokens`.
+        tokens: int32, prompt and output. While bound, a view of the table's row, longer than what it
+            holds and with only those tokens that were known when it was bound.
         table: The table that holds it while it is bound to a rank, else None.
         row: Its row there.
         num_taken: Tokens handed to the listener, prompt included; kept here while not bound.

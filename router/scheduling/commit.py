@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from router.requests.request import Int32Array, TokenLogprob
-from router.scheduling.sequence_table import NO_TOKEN, Mask, Rows, RowStatus, SequenceTable, spread
+from router.scheduling.columns import Mask, Rows
+from router.scheduling.sequence_table import RowStatus, SequenceTable
 from router.scheduling.speculation import NO_DRAFTS, DraftCounts
 from router.scheduling.step import RankBatch, RankResult, StepPlan, StepResult
 
@@ -49,21 +50,19 @@ def write_tokens(
     if has_ended:
         is_live = table.status.take(rows) != RowStatus.ENDED
         rows, tokens = rows[is_live], tokens[is_live]
-    table.flat_tokens[(table.row_starts + table.num_tokens).take(rows)] = tokens
 
     # From here on, columns of the whole table: without gathers they cost a third.
-    sampled = np.empty(len(table.status), dtype=np.int32)
-    sampled.fill(NO_TOKEN)  # half of what np.full takes
-    sampled[rows] = tokens
-    has_token = sampled != NO_TOKEN
-    np.copyto(table.last_token, sampled, where=has_token)
-    table.num_tokens += has_token
-    is_due = (table.stop_ids[: table.num_stop_ids] == sampled).any(axis=0)
+    column, has_token = table.tokens.add(rows, tokens)
+    is_due = table.stop_ids[0] == column
+    for stop_ids in table.stop_ids[1 : table.num_stop_ids]:
+        is_due |= stop_ids == column
     is_due &= table.num_tokens >= table.min_len
     is_due |= table.num_tokens >= table.max_len
     is_due |= table.is_inspected
     is_due &= has_token
-    due = [(row, 1) for row in np.flatnonzero(is_due).tolist()]
+    due: list[tuple[int, int]] = []
+    if np.count_nonzero(is_due):
+        due = [(row, 1) for row in np.flatnonzero(is_due).tolist()]
     return NewTokens(rows, has_token, len(rows), due)
 
 
@@ -88,11 +87,9 @@ def write_runs(
         rows, gains, limits = rows[is_live], gains[is_live], limits[is_live]
     drafts = DraftCounts(1, int(limits.sum()) - len(rows), int(gains.sum()) - len(rows))
 
-    starts = (table.row_starts + table.num_tokens).take(rows)
-    table.flat_tokens[spread(starts, gains)] = tokens
+    table.tokens.add_runs(rows, tokens, gains)
     kept, is_due = _cut_at_stops(table, rows, tokens, gains)
-    table.num_tokens[rows] += kept
-    table.last_token[rows] = table.flat_tokens.take(starts + kept - 1)
+    table.tokens.keep(rows, kept)
     is_due |= (table.num_tokens >= table.max_len).take(rows)
     is_due |= table.is_inspected.take(rows)
     due = list(zip(rows[is_due].tolist(), kept[is_due].tolist(), strict=True))
@@ -147,9 +144,10 @@ def apply_stop_conditions(table: SequenceTable, row: int, num_new: int) -> int:
     Returns how many tokens come behind that one. They leave the table, and nobody sees them.
     """
     sequence, end = table.bound(row), int(table.num_tokens[row])
-    for length in range(end - num_new + 1, end + 1):
+    tokens = table.tokens.newest_of(row, num_new)
+    for place, length in enumerate(range(end - num_new + 1, end + 1)):
         table.num_tokens[row] = length
-        if sequence.end_at(table.tokens[row, length - 1 : length].copy(), length):
+        if sequence.end_at(tokens[place : place + 1], length):
             return end - length
     return 0
 

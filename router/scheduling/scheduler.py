@@ -32,6 +32,7 @@ from protos.transport.errors import RpcError
 from router.errors import ConstraintFailed
 from router.requests.request import Int32Array, Listeners, Sequence
 from router.requests.waiting_queue import SequenceQueue
+from router.scheduling.columns import Mask
 from router.scheduling.commit import (
     NewTokens,
     apply_stop_conditions,
@@ -48,7 +49,7 @@ from router.scheduling.kv.prefix_cache import (
 )
 from router.scheduling.kv.row_blocks import RowBlocks
 from router.scheduling.rank_choice import RankLoads, fill_level
-from router.scheduling.sequence_table import Mask, RowStatus, SequenceTable
+from router.scheduling.sequence_table import RowStatus, SequenceTable
 from router.scheduling.speculation import DraftCounts, DraftGate, Drafting, DraftSettings
 from router.scheduling.step import GroupShape, StepPlan, StepResult
 from router.scheduling.step_budget import (

@@ -20,22 +20,21 @@ With drafts, a step that is not back may have computed fewer tokens than it was 
 is in flight, num_computed counts all of them, and is an upper bound.
 """
 
-from itertools import pairwise
-from typing import Any, Final, NamedTuple
+from itertools import accumulate
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from router.requests.request import Columns, Int32Array, Sequence
+from router.scheduling.columns import Mask, Rows
 from router.scheduling.kv.block_pool import BlockIds
 from router.scheduling.kv.prefix_cache import CachedPrefix
+from router.scheduling.row_tokens import RowTokens
 from router.scheduling.step import window_reach
 
-Rows = npt.NDArray[np.int64]
-Mask = npt.NDArray[np.bool_]
+Column = TypeVar("Column", Rows, Int32Array)
 
 NUM_STOP_IDS = 4  # a sequence with more stop tokens has them looked at one by one
-NO_TOKEN = -2  # in a column of tokens, where a row has none; -1 in `stop_ids` never equals it
 
 
 class RowStatus:
@@ -70,22 +69,10 @@ class RowSet(NamedTuple):
     local_rows: list[Int32Array]
 
 
-def spread(starts: Rows, counts: npt.NDArray[np.integer[Any]]) -> Rows:
-    """Returns ``counts[i]`` indices from ``starts[i]`` on, for each i, end to end."""
-    if not np.count_nonzero(counts != 1):
-        return starts
-    offsets = np.cumsum(counts) - counts
-    indices: Rows = np.repeat(starts - offsets, counts)
-    indices += np.arange(len(indices))
-    return indices
-
-
-def offsets(counts: npt.NDArray[np.integer[Any]], cuts: list[int]) -> list[int]:
-    """Returns the sum of all counts before each cut."""
-    sums = np.zeros(len(counts) + 1, dtype=np.int64)
-    counts.cumsum(out=sums[1:])
-    starts: list[int] = sums.take(cuts).tolist()
-    return starts
+def _shared(column: Column) -> Column:
+    """Returns a column that nobody may write to."""
+    column.flags.writeable = False
+    return column
 
 
 class SequenceTable:
@@ -123,17 +110,14 @@ class SequenceTable:
         block_table: int32 [R, max_blocks].
         window_block_table: int32 [R, max_blocks], for windowed layers; [R, 0] without any.
         num_past_blocks: int32 [R], columns of it that were given back, or that the row never had.
-        tokens: int32 [R, max_model_len]. Untouched pages of it take no memory.
-        last_token: int32 [R], the last of its known tokens.
+        tokens: The known tokens of each row.
         sequences: The sequence of each row, or None.
-        local_rows: int32 [R], each row's number on its rank: 0 to rows_per_rank - 1.
         first_rows: int64 [dp_size + 1], the first row of each rank, and R.
-        row_starts: int64 [R], where each row begins in `flat_tokens`.
-        flat_tokens: `tokens` as one long row.
         block_starts: int64 [R], where each row begins in `flat_blocks`.
         flat_blocks: `block_table` as one long row.
         flat_window_blocks: `window_block_table` as one long row.
         num_constrained: Bound sequences that have a grammar.
+        num_scored: Bound sequences that get log probabilities.
         has_windows: Whether rows have two lists of blocks.
         num_lists: 2 if so, else 1.
         window_reach: Blocks before that of a token that its window may reach into.
@@ -168,7 +152,7 @@ class SequenceTable:
         self.num_named_blocks = np.zeros(num_rows, dtype=np.int32)
         self.num_in_flight = np.zeros(num_rows, dtype=np.int32)
         self.num_taken = np.zeros(num_rows, dtype=np.int32)
-        self.num_stop_ids = self.num_constrained = 0
+        self.num_stop_ids = self.num_constrained = self.num_scored = 0
         self.stop_ids = np.full((NUM_STOP_IDS, num_rows), -1, dtype=np.int32)
         self.is_inspected = np.zeros(num_rows, dtype=np.bool_)
         self.takes_drafts = np.zeros(num_rows, dtype=np.bool_)
@@ -184,19 +168,20 @@ class SequenceTable:
         self.block_table = np.zeros((num_rows, max_blocks), dtype=np.int32)
         self.window_block_table = np.zeros((num_rows, max_blocks * self.has_windows), np.int32)
         self.num_past_blocks = np.zeros(num_rows, dtype=np.int32)
-        self.tokens = np.zeros((num_rows, max_model_len), dtype=np.int32)
-        self.last_token = np.zeros(num_rows, dtype=np.int32)
+        self.tokens = RowTokens(self.num_tokens, max_model_len)
         self.sequences: list[Sequence | None] = [None] * num_rows
-        self.local_rows = np.arange(num_rows, dtype=np.int32) % rows_per_rank
         self.first_rows = np.arange(dp_size + 1) * rows_per_rank
-        self.row_starts = np.arange(num_rows) * max_model_len
-        self.flat_tokens = self.tokens.reshape(-1)
         self.block_starts = np.arange(num_rows) * max_blocks
         self.flat_blocks = self.block_table.reshape(-1)
         self.flat_window_blocks = self.window_block_table.reshape(-1)
         self._ones = np.ones(num_rows, dtype=np.int32)
         self._ones.flags.writeable = False  # whoever takes columns gets a part of it
-        self._last_mask, self._last_row_set = b"", RowSet(self.first_rows[:0], [], [], [])
+        self._sum_type = np.int32 if rows_per_rank * max_model_len < 1 << 31 else np.int64
+        nothing, none = _shared(np.zeros(0, dtype=np.int32)), slice(0, 0)
+        self._last_mask = bytes(num_rows)
+        self._last_row_set = RowSet(
+            _shared(self.first_rows[:0]), [0] * dp_size, [none] * dp_size, [nothing] * dp_size
+        )
         starts = range(0, num_rows, rows_per_rank)
         self._free_rows = [list(range(row, row + rows_per_rank))[::-1] for row in starts]
 
@@ -214,22 +199,22 @@ class SequenceTable:
         """Returns the rows of a mask [R]. Asked for the same ones again, it costs a comparison."""
         last_mask, self._last_mask = self._last_mask, mask.tobytes()
         if self._last_mask != last_mask:
-            rows = np.flatnonzero(mask)
-            local_rows = self.local_rows.take(rows)
-            rows.flags.writeable = local_rows.flags.writeable = False  # shared by all who ask
-            parts = [slice(start, end) for start, end in pairwise(self.cuts_of(rows))]
-            self._last_row_set = RowSet(
-                rows,
-                [part.stop - part.start for part in parts],
-                parts,
-                [local_rows[part] for part in parts],
-            )
+            by_rank = mask.reshape(self.dp_size, -1)
+            last = np.frombuffer(last_mask, dtype=np.bool_).reshape(self.dp_size, -1)
+            local_rows = self._last_row_set.local_rows.copy()
+            for rank in np.flatnonzero((by_rank != last).any(axis=1)).tolist():
+                local_rows[rank] = _shared(np.flatnonzero(by_rank[rank]).astype(np.int32))
+            ends = list(accumulate(map(len, local_rows), initial=0))
+            parts = list(map(slice, ends, ends[1:]))
+            num_rows = list(map(len, local_rows))
+            self._last_row_set = RowSet(_shared(np.flatnonzero(mask)), num_rows, parts, local_rows)
         return self._last_row_set
 
     def kv_tokens(self, mask: Mask) -> Rows:
         """Returns int64 [dp_size], the computed tokens of each rank's rows in a mask [R]."""
-        computed = np.where(mask, self.num_computed, 0)
-        sums: Rows = computed.reshape(self.dp_size, -1).sum(axis=1, dtype=np.int64)
+        computed = (self.num_computed * mask).reshape(self.dp_size, -1)
+        # Without wider numbers than it takes: they would cost twice the time.
+        sums: Rows = computed.sum(axis=1, dtype=self._sum_type).astype(np.int64)
         return sums
 
     def cuts_of(self, rows: Rows) -> list[int]:
@@ -288,6 +273,7 @@ class SequenceTable:
         self.num_drafts[row] = sequence.progress.num_drafts
         self.num_accepted[row] = sequence.progress.num_accepted_drafts
         self.scores_prompt[row] = sequence.needs_prompt_logprobs
+        self.num_scored += bool(self.scores_output[row] or self.scores_prompt[row])
         self.is_inspected[row] = has_many_stop_ids or stop.has_stop_strings
         self.listener[row] = request.listener.index
         self.is_columnar[row] = request.is_columnar
@@ -297,10 +283,8 @@ class SequenceTable:
             self.window_block_table[row, :num_past] = 0
             self.window_block_table[row, num_past:num_cached] = cached.window_blocks
             self.num_past_blocks[row] = num_past
-        self.tokens[row, :num_tokens] = sequence.tokens
-        self.last_token[row] = sequence.tokens[-1]
         self.sequences[row] = sequence
-        sequence.tokens = self.tokens[row]
+        sequence.tokens = self.tokens.begin(row, sequence.tokens)
         sequence.table = self
         sequence.row = row
         sequence.dp_rank = dp_rank
@@ -309,13 +293,14 @@ class SequenceTable:
     def detach(self, sequence: Sequence) -> None:
         """Takes a sequence's tokens out of its row, which stays taken until `free_row`."""
         row = sequence.row
-        sequence.tokens = self.tokens[row, : self.num_tokens[row]].copy()
+        sequence.tokens = self.tokens.of(row).copy()
         sequence.num_taken = int(self.num_taken[row])
         self.num_taken[row] = self.num_tokens[row]  # nobody takes any here
         sequence.progress.num_drafts = int(self.num_drafts[row])
         sequence.progress.num_accepted_drafts = int(self.num_accepted[row])
         sequence.table = None
         self.num_constrained -= bool(sequence.request.grammar)
+        self.num_scored -= bool(self.scores_output[row] or self.scores_prompt[row])
         self.sequences[row] = None
         self.listener[row] = 0
         self.is_columnar[row] = False
@@ -337,9 +322,9 @@ class SequenceTable:
 
     def take_tokens(self, row: int) -> Int32Array:
         """Returns a row's output tokens since the last call."""
-        start, end = self.num_taken[row], self.num_tokens[row]
+        start, end = int(self.num_taken[row]), int(self.num_tokens[row])
         self.num_taken[row] = end
-        return self.tokens[row, start:end].copy()
+        return self.tokens.newest_of(row, end - start)
 
     def take_columns(self, listener: int) -> Columns:
         """Returns the output tokens of a listener's columnar rows since the last call."""
@@ -347,13 +332,11 @@ class SequenceTable:
         has_new = num_new > 0
         has_new &= self.is_columnar
         has_new &= self.listener == listener
-        rows = self.row_set(has_new).rows
+        rows = np.flatnonzero(has_new)
         if num_new.max() <= 1:  # nobody is behind, of any listener: half the work
             self.num_taken += has_new
             counts = self._ones[: len(rows)]
-            return Columns(self.tag.take(rows), counts, self.last_token.take(rows))
-        counts = num_new.take(rows)
-        np.copyto(self.num_taken, self.num_tokens, where=has_new)
-        places = self.row_starts.take(rows) + self.num_tokens.take(rows) - counts
-        tokens = self.flat_tokens.take(spread(places, counts))
-        return Columns(self.tag.take(rows), counts, tokens)
+        else:
+            counts = num_new.take(rows)
+            np.copyto(self.num_taken, self.num_tokens, where=has_new)
+        return Columns(self.tag.take(rows), counts, self.tokens.newest(rows, counts))

@@ -37,8 +37,9 @@ import numpy as np
 
 from protos.settings import ON_OFF, at_least, setting
 from router.requests.request import Int32Array
+from router.scheduling.columns import Mask
 from router.scheduling.kv.row_blocks import RowBlocks
-from router.scheduling.sequence_table import Mask, RowStatus, SequenceTable
+from router.scheduling.sequence_table import RowStatus, SequenceTable
 from router.scheduling.step import SpeculationShape
 from router.scheduling.step_builder import Chunk
 

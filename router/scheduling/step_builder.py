@@ -7,22 +7,15 @@ need few columns. Chunks of prompts come behind each rank's decodes. Rows are ma
 from bisect import bisect_left
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from router.requests.request import Int32Array
-from router.scheduling.sequence_table import (
-    Mask,
-    Rows,
-    RowSet,
-    RowStatus,
-    SequenceTable,
-    offsets,
-    spread,
-)
+from router.scheduling.columns import Mask, Rows, offsets, spread
+from router.scheduling.sequence_table import RowSet, RowStatus, SequenceTable
 from router.scheduling.step import (
     NO_GRAPHS,
     Agreement,
@@ -44,6 +37,9 @@ NOTHING = np.zeros(0, dtype=np.int32)
 NewBlocks = tuple[Int32Array | None, Int32Array | None, Int32Array | None]
 NONE: NewBlocks = (None, None, None)
 IDLE = RankBatch(BatchMode.IDLE, NOTHING, NOTHING)
+DECODE = BatchMode.DECODE
+NO_CHUNKS = (None, None, None, (), ())  # the columns of a batch that only chunks have
+new_tuple = tuple.__new__  # a NamedTuple's own takes twice as long
 
 
 class Chunk(NamedTuple):
@@ -86,6 +82,8 @@ class StepBuilder:
         self._table = table
         self._shape = shape
         self._speculation = speculation
+        self._last_decodes: RowSet | None = None  # of the last step with nothing else
+        self._last_agreement: Agreement
 
     def build(
         self, runs: Mask, chunks: SequenceOf[SequenceOf[Chunk]], limits: Int32Array | None = None
@@ -101,7 +99,7 @@ class StepBuilder:
             limits: int32, of each decode, the most tokens that it may gain, each with a block; then
                 there are no chunks. None: the step is not speculative.
         """
-        table, shape, speculation = self._table, self._shape, self._speculation
+        table, speculation = self._table, self._speculation
         decodes, has_extend, num_draft_tokens = table.row_set(runs), any(chunks), 0
         kv_tokens = table.kv_tokens(runs)
         num_pairs = self._num_pairs(chunks) if has_extend else None
@@ -117,21 +115,34 @@ class StepBuilder:
             counts = Counts(*map(list[int], counts))
             sampled_rows = self._add_chunks(batches, counts, decodes, chunks)
             runs[[chunk.row for chunk in chain.from_iterable(chunks)]] = True
-        if np.count_nonzero((table.scores_output | table.scores_prompt) & runs):
+        if table.num_scored:
             self._add_scorings(batches)
         table.num_in_flight += runs
+        agreement = self._agree(decodes, counts, has_extend=has_extend, num_drafts=num_draft_tokens)
+        return StepPlan(agreement, tuple(batches), runs, sampled_rows, limits, kv_tokens, num_pairs)
+
+    def _agree(
+        self, decodes: RowSet, counts: Counts, *, has_extend: bool, num_drafts: int
+    ) -> Agreement:
+        """Returns the agreement; the last one, where the same rows only decode again."""
+        is_plain = not has_extend and not num_drafts
+        if is_plain and decodes is self._last_decodes:
+            return self._last_agreement
+        shape, speculation = self._shape, self._speculation
         # A speculative step has no draft-extend of its own behind it.
-        if speculation is None or not speculation.extends or limits is not None:
+        if speculation is None or not speculation.extends or num_drafts:
             counts = Counts(*counts[:3], [], [])
         agreement = agree(
             counts,
             has_extend=has_extend,
             attn_tp_size=shape.attn_tp_size,
             graph_sizes=shape.graph_sizes,
-            num_draft_tokens=num_draft_tokens,
+            num_draft_tokens=num_drafts,
         )
         shape.check(agreement)
-        return StepPlan(agreement, tuple(batches), runs, sampled_rows, limits, kv_tokens, num_pairs)
+        if is_plain:
+            self._last_decodes, self._last_agreement = decodes, agreement
+        return agreement
 
     def _num_pairs(self, chunks: SequenceOf[SequenceOf[Chunk]]) -> npt.NDArray[np.float64]:
         """Returns float64 [dp_size], the pairs of tokens for which chunks work out attention."""
@@ -153,10 +164,10 @@ class StepBuilder:
             table.num_computed += runs
         else:
             table.num_computed[decodes.rows] = computed + limits
-        new_blocks = [NONE] * table.dp_size
         num_new = table.num_blocks - table.num_sent_blocks
         has_new = num_new > 0
         has_new &= runs
+        cuts, block_ids, window_ids = [0] * (table.dp_size + 1), NOTHING, None
         if np.count_nonzero(has_new):
             grown = np.flatnonzero(has_new)
             counts, block_ids, window_ids = self._take_new_blocks(grown)
@@ -164,31 +175,20 @@ class StepBuilder:
             if len(block_ids) > len(grown):  # drafts may take a row over several blocks' ends
                 cuts = offsets(counts, cuts)
             num_new = num_new.take(decodes.rows)
-            new_blocks = [
-                (
-                    num_new[part],
-                    block_ids[start:end],
-                    None if window_ids is None else window_ids[start:end],
-                )
-                if start < end
-                else NONE
-                for part, (start, end) in zip(decodes.parts, pairwise(cuts), strict=True)
-            ]
-        batches = [
-            RankBatch(
-                BatchMode.DECODE,
-                local_rows,
-                computed[part],
-                None,
-                None if limits is None else limits[part],
-                *rank_blocks,
-            )
-            if len(local_rows)
-            else IDLE
-            for local_rows, part, rank_blocks in zip(
-                decodes.local_rows, decodes.parts, new_blocks, strict=True
-            )
-        ]
+        batches = []
+        for local_rows, part, start, end in zip(
+            decodes.local_rows, decodes.parts, cuts, cuts[1:], strict=False
+        ):
+            if part.start == part.stop:
+                batches.append(IDLE)
+                continue
+            new_blocks = NONE
+            if start < end:
+                window = None if window_ids is None else window_ids[start:end]
+                new_blocks = (num_new[part], block_ids[start:end], window)
+            num_tokens = None if limits is None else limits[part]
+            fields = (DECODE, local_rows, computed[part], None, num_tokens, *new_blocks, *NO_CHUNKS)
+            batches.append(new_tuple(RankBatch, fields))
         return batches
 
     def _take_new_blocks(self, rows: Rows) -> tuple[Int32Array, Int32Array, Int32Array | None]:
@@ -243,13 +243,13 @@ class StepBuilder:
             new_blocks = table.block_table[row, num_sent:num_blocks]
             window_blocks = table.window_block_table[row, num_sent:num_blocks]
             ends_prompt = end == table.num_extend[row]
-            scored_ids = NOTHING
+            tokens, scored_ids = table.bound(row).tokens, NOTHING
             if table.scores_prompt[row]:
-                scored_ids = table.tokens[row, start + 1 : min(end + 1, int(table.num_prompt[row]))]
+                scored_ids = tokens[start + 1 : min(end + 1, int(table.num_prompt[row]))]
             if num_sent == 0:
                 starts.append(RowStart(local_row, table.bound(row)))
             counts = chunk.num_tokens, len(new_blocks), ends_prompt, len(scored_ids)
-            ids = table.tokens[row, start:end], new_blocks, window_blocks, scored_ids
+            ids = tokens[start:end], new_blocks, window_blocks, scored_ids
             columns.append((local_row, start, *counts, *ids))
             table.num_sent_blocks[row] = num_blocks
             table.num_computed[row] = end

@@ -20,10 +20,11 @@ from itertools import pairwise
 import numpy as np
 
 from router.requests.request import Int32Array
+from router.scheduling.columns import Mask, Rows, offsets, spread
 from router.scheduling.kv.block_log import BlockRun
 from router.scheduling.kv.block_pool import BlockIds, BlockPools
 from router.scheduling.kv.prefix_cache import WINDOW, PrefixCache, extend_block_hashes
-from router.scheduling.sequence_table import Mask, Rows, RowStatus, SequenceTable, offsets, spread
+from router.scheduling.sequence_table import RowStatus, SequenceTable
 from router.scheduling.step import StepPlan
 
 
@@ -68,9 +69,9 @@ class RowBlocks:
         self._pools.make_free(num_lists * counts)
         columns = table.num_blocks.take(rows)
         places = table.block_starts.take(rows) + columns
-        table.flat_blocks[places] = self._pools.acquire(counts)
         if table.has_windows:
             table.flat_window_blocks[places] = self._pools.acquire(counts)
+        table.flat_blocks[places] = self._pools.acquire(counts)
         table.num_blocks[rows] = columns + 1
         return had_room
 
@@ -250,14 +251,14 @@ class RowBlocks:
             return
         hashes = sequence.block_hashes
         if len(hashes) < end:
-            tokens, salt = table.tokens[row, :num_known], sequence.request.cache_salt
+            tokens, salt = table.tokens.of(row)[:num_known], sequence.request.cache_salt
             extend_block_hashes(hashes, tokens, table.block_size, salt)
         cache, block_ids = self._caches[table.rank_of(row)], table.block_table[row, first:end]
         is_new = cache.insert(hashes[first:end], block_ids)
         if cache.log is not None:
             salt, size = sequence.request.cache_salt, table.block_size
             names = hashes[first - 1 : end] if first else [salt, *hashes[:end]]
-            tokens = table.tokens[row, first * size : end * size].copy().reshape(-1, size)
+            tokens = table.tokens.of(row)[first * size : end * size].copy().reshape(-1, size)
             run = BlockRun(salt, first, names, block_ids.copy(), tokens)
             for part in (run,) if is_new is None else run.parts(is_new):
                 cache.log.store(part)

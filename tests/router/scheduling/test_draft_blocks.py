@@ -108,7 +108,7 @@ def test_blocks_that_a_row_may_have_filled_with_drafts_are_not_in_the_prefix_cac
     world.plan()
     assert world.table.num_computed[0] == 11
     known = [*PROMPT, *output_of(request)[0]]
-    unknown = world.table.tokens[0, 4:8].tolist()
+    unknown = world.table.tokens._rows[0, 4:8].tolist()
     world.scheduler.fail(request.sequences[0], Cancelled("enough"))
     world.run(depth=2)
     follower = world.submit([*known, *unknown, 5, 6], 9)

@@ -1,0 +1,27 @@
+"""Arrays of a table's rows: their types, and what numpy lacks for them."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Rows = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+
+def spread(starts: Rows, counts: npt.NDArray[np.integer[Any]]) -> Rows:
+    """Returns ``counts[i]`` indices from ``starts[i]`` on, for each i, end to end."""
+    if not np.count_nonzero(counts != 1):
+        return starts
+    offsets = np.cumsum(counts) - counts
+    indices: Rows = np.repeat(starts - offsets, counts)
+    indices += np.arange(len(indices))
+    return indices
+
+
+def offsets(counts: npt.NDArray[np.integer[Any]], cuts: list[int]) -> list[int]:
+    """Returns the sum of all counts before each cut."""
+    sums = np.zeros(len(counts) + 1, dtype=np.int64)
+    counts.cumsum(out=sums[1:])
+    starts: list[int] = sums.take(cuts).tolist()
+    return starts

@@ -1,0 +1,143 @@
+"""Tokens of a table's rows: what is known of each sequence, and the columns of the last steps.
+
+A step gives thousands of rows one token each, and where these belong lies far apart: written there
+at once, each would wait for memory. So a step's tokens are one column first, and each step moves the
+last columns of some of the rows:
+
+                 row 0    row 1    row 2    row 3
+    recent  0  [  17    |  4     |  9     |  9    ]
+            1  [  3     |  (none)|  12    |  5    ]     of LATEST steps
+            2  [  8     |  6     |  40    |  7    ]
+                          ▼ moved together
+    tokens     [ ...    | prompt ... 4 6 |  ...       ]
+"""
+
+import numpy as np
+
+from router.requests.request import Int32Array
+from router.scheduling.columns import Mask, Rows, spread
+
+LATEST = 64  # steps whose tokens are columns
+MIN_MOVED = 1024  # rows at a time
+NO_TOKEN = -2  # in a column, where a row has none; -1 in `stop_ids` never equals it
+
+
+class RowTokens:
+    """The known tokens of R rows.
+
+    Args:
+        num_tokens: int32 [R], how many each row has; the table's own column.
+        max_len: Tokens of a row at most. Untouched pages of them take no memory.
+
+    Attributes:
+        last: int32 [R], the last one of each row.
+    """
+
+    def __init__(self, num_tokens: Int32Array, max_len: int) -> None:
+        num_rows = len(num_tokens)
+        self.last = np.zeros(num_rows, dtype=np.int32)
+        self._num_tokens = num_tokens
+        self._rows = np.zeros((num_rows, max_len), dtype=np.int32)
+        self._flat = self._rows.reshape(-1)
+        self._starts = np.arange(num_rows) * max_len
+        self._recent = np.full((LATEST, num_rows), NO_TOKEN, dtype=np.int32)
+        self._oldest = 0  # of these columns, and the next that is written
+        self._is_recent = False  # whether any of them has a token
+        self._num_moved = max(MIN_MOVED, -(-num_rows // LATEST))
+        self._moves_every = LATEST // -(-num_rows // self._num_moved)  # steps
+        # As many tokens as there are columns, wherever they begin: moved as one item of numpy.
+        num_places, size = max(0, len(self._flat) - LATEST + 1), self._flat.itemsize
+        self._item = np.dtype((np.void, LATEST * size))
+        self._items = np.ndarray(num_places, self._item, self._flat, strides=(size,))
+
+    def begin(self, row: int, tokens: Int32Array) -> Int32Array:
+        """Gives a row the tokens of a sequence, in place of all that it had.
+
+        Returns where they are, and room for more.
+        """
+        self._recent[:, row] = NO_TOKEN
+        place: Int32Array = self._rows[row]
+        place[: len(tokens)] = tokens
+        self.last[row] = tokens[-1]
+        return place
+
+    def add(self, rows: Rows, tokens: Int32Array) -> tuple[Int32Array, Mask]:
+        """Adds a token to each of some rows, and counts it.
+
+        Returns:
+            int32 [R], the step's tokens, NO_TOKEN for other rows; it is valid until the next step.
+            And bool [R], rows that gained one.
+        """
+        column = self._recent[self._oldest]
+        column.fill(NO_TOKEN)
+        column[rows] = tokens
+        has_token = column != NO_TOKEN
+        np.copyto(self.last, column, where=has_token)
+        self._num_tokens += has_token
+        self._is_recent = True
+        turn, is_over = divmod(self._oldest, self._moves_every)
+        self._oldest = (self._oldest + 1) % LATEST
+        if not is_over:
+            self._move(turn * self._num_moved, (turn + 1) * self._num_moved)
+        return column, has_token
+
+    def add_runs(self, rows: Rows, tokens: Int32Array, counts: Int32Array) -> None:
+        """Adds several tokens to each of some rows, end to end; `keep` counts them."""
+        if self._is_recent:
+            self.settle(np.arange(len(self._starts)))
+            self._recent.fill(NO_TOKEN)
+            self._is_recent = False
+        starts = self._starts.take(rows) + self._num_tokens.take(rows)
+        self._flat[spread(starts, counts)] = tokens
+
+    def keep(self, rows: Rows, counts: Int32Array) -> None:
+        """Counts the first so many, at least one, of those that each row was given by `add_runs`."""
+        ends = self._num_tokens.take(rows) + counts
+        self._num_tokens[rows] = ends
+        self.last[rows] = self._flat.take(self._starts.take(rows) + ends - 1)
+
+    def of(self, row: int) -> Int32Array:
+        """Returns a row's tokens; no copy."""
+        column, end = self._recent[:, row], int(self._num_tokens[row])
+        recent = np.concatenate((column[self._oldest :], column[: self._oldest]))
+        recent = recent[recent != NO_TOKEN]
+        self._rows[row, end - len(recent) : end] = recent
+        tokens: Int32Array = self._rows[row, :end]
+        return tokens
+
+    def newest_of(self, row: int, count: int) -> Int32Array:
+        """Returns the last so many tokens of a row."""
+        if count == 1:
+            return self.last[row : row + 1].copy()
+        tokens = self.of(row)
+        return tokens[len(tokens) - count :].copy()
+
+    def newest(self, rows: Rows, counts: Int32Array) -> Int32Array:
+        """Returns the last so many tokens of each row, end to end."""
+        if counts.max(initial=1) == 1:
+            return self.last.take(rows)
+        self.settle(rows)
+        starts = self._starts.take(rows) + self._num_tokens.take(rows) - counts
+        return self._flat.take(spread(starts, counts))
+
+    def settle(self, rows: Rows) -> None:
+        """Writes the recent tokens of rows to where they belong; to be there twice does no harm."""
+        columns = self._recent.take(rows, axis=1)
+        columns = np.concatenate((columns[self._oldest :], columns[: self._oldest]))
+        has_token = columns != NO_TOKEN
+        num_left = has_token[::-1].cumsum(axis=0)[::-1]  # of the row, from this column on
+        places = self._starts.take(rows) + self._num_tokens.take(rows) - num_left
+        self._flat[places[has_token]] = columns[has_token]
+
+    def _move(self, start: int, end: int) -> None:
+        """Settles rows from ``start`` to before ``end``, nearly all of which gain a token in each step."""
+        part = slice(start, end)
+        recent = self._recent[:, part]
+        columns = np.concatenate((recent[self._oldest :], recent[: self._oldest]))
+        is_full = (columns != NO_TOKEN).all(axis=0)
+        full = np.flatnonzero(is_full)
+        items = np.ascontiguousarray(columns.T).view(self._item).reshape(-1)
+        places = self._starts[part] + self._num_tokens[part] - LATEST
+        self._items[places.take(full)] = items.take(full)
+        if len(full) < len(is_full):
+            self.settle(np.flatnonzero(~is_full) + start)

@@ -1,0 +1,60 @@
+"""If these fail, an answer has a token of another place, step or sequence."""
+
+import random
+
+import numpy as np
+import pytest
+
+from router.scheduling.row_tokens import LATEST, MIN_MOVED, NO_TOKEN, RowTokens
+
+MAX_LEN = 4 * LATEST
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, MIN_MOVED + 5])
+@pytest.mark.parametrize("num_left_out", [0, 1])
+def test_a_row_has_the_tokens_that_it_was_given(num_rows: int, num_left_out: int) -> None:
+    """Rows gain one token a step or several, are left out at times, and begin anew."""
+    rng = random.Random(num_rows)
+    num_tokens = np.zeros(num_rows, np.int32)
+    table = RowTokens(num_tokens, MAX_LEN)
+    given: list[list[int]] = [[] for _ in range(num_rows)]
+
+    def begin(row: int) -> None:
+        given[row] = [rng.randrange(100) for _ in range(rng.randint(1, 9))]
+        num_tokens[row] = len(given[row])
+        table.begin(row, np.array(given[row], np.int32))
+
+    for row in range(num_rows):
+        begin(row)
+    for step in range(5 * LATEST):
+        for row in {rng.randrange(num_rows) for _ in range(2)}:
+            if len(given[row]) > MAX_LEN // 2:
+                begin(row)
+        full = {row for row in range(num_rows) if len(given[row]) > MAX_LEN - 4}
+        left_out = full.union(rng.randrange(num_rows) for _ in range(num_left_out))
+        rows = np.array(sorted(set(range(num_rows)) - left_out), np.int64)
+        if step % 100 > 90:
+            counts = np.array([rng.randint(1, 3) for _ in rows], np.int32)
+            kept = np.array([rng.randint(1, count) for count in counts], np.int32)
+            tokens = np.array([rng.randrange(100) for _ in range(counts.sum())], np.int32)
+            table.add_runs(rows, tokens, counts)
+            table.keep(rows, kept)
+            ends = counts.cumsum()
+            for row, end, count, num in zip(rows, ends, counts, kept, strict=True):
+                given[row] += tokens[end - count : end - count + num].tolist()
+        else:
+            tokens = np.array([rng.randrange(100) for _ in rows], np.int32)
+            column, has_token = table.add(rows, tokens)
+            assert column[rows].tolist() == tokens.tolist()
+            assert np.flatnonzero(has_token).tolist() == rows.tolist()
+            assert (column[~has_token] == NO_TOKEN).all()
+            for row, token in zip(rows, tokens, strict=True):
+                given[row].append(int(token))
+        assert table.last.tolist() == [tokens[-1] for tokens in given]
+        row, count = rng.randrange(num_rows), rng.randint(1, 3)
+        assert table.newest_of(row, count).tolist() == given[row][-count:]
+    some = np.arange(0, num_rows, 2)
+    counts = np.array([min(len(given[row]), 3 + row % 5) for row in some], np.int32)
+    ends = [token for row, count in zip(some, counts, strict=True) for token in given[row][-count:]]
+    assert table.newest(some, counts).tolist() == ends
+    assert [table.of(row).tolist() for row in range(num_rows)] == given
