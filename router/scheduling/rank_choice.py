@@ -4,10 +4,16 @@ import math
 from bisect import insort
 from collections.abc import Sequence as SequenceOf
 
-from router.scheduling.kv.prefix_cache import CachedPrefix, PrefixCache
+import numpy as np
+import numpy.typing as npt
+
+from router.scheduling.kv.block_pool import BlockPools
+from router.scheduling.kv.prefix_cache import NO_PREFIX, CachedPrefix
 from router.scheduling.sequence_table import SequenceTable
 from router.scheduling.step import GroupShape
 from router.scheduling.step_budget import Prices, Prompt, Turn
+
+Float64Array = npt.NDArray[np.float64]
 
 KV_STEPS = 20  # in which a rank's KV, once more, costs it and its neighbours the reading
 BEHIND = 0.25  # what a token of a prompt that runs later weighs against one that runs before
@@ -42,9 +48,8 @@ def fill_level(
 class RankLoads:
     """Work and promised blocks of every rank, kept up as sequences are bound.
 
-    Plain lists of numbers: there are few ranks, and each is looked at for each new sequence.
-
     Args:
+        pools: Of all ranks.
         prompts: [dp_size] bound prompts of each rank, in order. Those that are bound are added.
         num_decodes: [dp_size] decodes that run in this step.
         chunk: Prompt tokens that a rank may run in this step if all have some.
@@ -59,7 +64,7 @@ class RankLoads:
         self,
         shape: GroupShape,
         table: SequenceTable,
-        caches: list[PrefixCache],
+        pools: BlockPools,
         prompts: list[list[Prompt]],
         num_decodes: list[int],
         chunk: int,
@@ -67,33 +72,21 @@ class RankLoads:
     ) -> None:
         self._shape = shape
         self._table = table
-        self._pools = [cache.pool for cache in caches]
+        self._pools = pools
         self._max_window_blocks = shape.max_window_blocks
         self._prompts = prompts
-        self._num_decodes = num_decodes
-        self._limits = [min(chunk, shape.max_num_batched_tokens - num) for num in num_decodes]
+        self._num_decodes = np.array(num_decodes)
+        self._limits = np.minimum(chunk, shape.max_num_batched_tokens - self._num_decodes)
         self._kv_work = KV_STEPS * prices.kv / prices.token * shape.block_size
-        self._num_left = [sum(prompt.left for prompt in rank) for rank in prompts]
-        self._num_promised_blocks = [
-            sum(
-                self._num_missing(prompt.done + prompt.left, int(table.num_blocks[prompt.row]))
-                for prompt in rank
-            )
-            if rank
-            else 0
-            for rank in prompts
-        ]
-        self._room, self._work = [0.0] * shape.dp_size, [0.0] * shape.dp_size
-        for rank in range(shape.dp_size):
-            self._look_at(rank)
+        self._num_left = np.zeros(shape.dp_size, dtype=np.int64)
+        self._num_promised_blocks = np.zeros(shape.dp_size, dtype=np.int64)
+        for rank, of_rank in enumerate(prompts):
+            for prompt in of_rank:
+                self._promise(rank, prompt, int(table.num_blocks[prompt.row]))
+        self._work, self._room = self._look()
         self.is_stuck = False
 
-    def pick(
-        self,
-        turn: Turn,
-        num_tokens: int,
-        cached: SequenceOf[CachedPrefix],
-    ) -> int | None:
+    def pick(self, turn: Turn, num_tokens: int, cached: SequenceOf[CachedPrefix]) -> int | None:
         """Picks the rank on which a sequence has its first token soonest.
 
         Args:
@@ -105,28 +98,27 @@ class RankLoads:
             The rank; None if there is none that has a row, place in its pool, and time to run
             something of the sequence in this step.
         """
-        self.is_stuck, best, least = True, None, 0.0
-        num_new, block_size = self._num_missing(num_tokens, 0), self._shape.block_size
-        for rank, room in enumerate(self._room):
-            num_taken, work = num_new, self._work[rank]
-            if num_held := len(cached[rank].blocks):
-                num_taken = self._num_taken(rank, num_tokens, cached[rank])
-                work -= num_held * block_size
-            if num_taken > room:
-                continue
-            self.is_stuck = False
-            behind = 0
-            for prompt in reversed(self._prompts[rank]):
+        block_size, work = self._shape.block_size, self._work
+        num_taken = np.full(len(work), self._num_missing(num_tokens, 0))
+        hits = [rank for rank, prefix in enumerate(cached) if prefix is not NO_PREFIX]
+        if hits:
+            work = work.copy()
+            for rank in hits:
+                num_taken[rank] = self._num_taken(rank, num_tokens, cached[rank])
+                work[rank] -= len(cached[rank].blocks) * block_size
+        fits = num_taken <= self._room
+        self.is_stuck = not np.count_nonzero(fits)
+        behind = np.zeros(len(work), dtype=np.int64)
+        for rank, prompts in enumerate(self._prompts):
+            for prompt in reversed(prompts):
                 if prompt.turn < turn:
                     break
-                behind += prompt.left
-            before = self._num_left[rank] - behind
-            if before >= self._limits[rank]:
-                continue
-            work += before + BEHIND * behind
-            if best is None or work < least:
-                best, least = rank, work
-        return best
+                behind[rank] += prompt.left
+        before = self._num_left - behind
+        fits &= before < self._limits
+        if not np.count_nonzero(fits):
+            return None
+        return int(np.where(fits, work + (before + BEHIND * behind), math.inf).argmin())
 
     def _num_taken(self, rank: int, num_tokens: int, cached: CachedPrefix) -> int:
         """Returns blocks that a sequence would take from a rank's pool in all."""
@@ -136,23 +128,29 @@ class RankLoads:
     def add(self, rank: int, prompt: Prompt, num_held: int) -> None:
         """Counts a prompt that was just bound, and holds so many blocks of others."""
         insort(self._prompts[rank], prompt)
+        self._promise(rank, prompt, num_held)
+        pool, table = self._pools[rank], self._table
+        self._work[rank] = self._num_decodes[rank] + self._kv_work * pool.num_used
+        num_kept = int(self._num_promised_blocks[rank]) + table.num_bound(rank) * table.num_lists
+        self._room[rank] = pool.num_available - num_kept if table.has_free_row(rank) else 0
+
+    def _promise(self, rank: int, prompt: Prompt, num_held: int) -> None:
         self._num_left[rank] += prompt.left
         self._num_promised_blocks[rank] += self._num_missing(prompt.done + prompt.left, num_held)
-        self._look_at(rank)
 
-    def _look_at(self, rank: int) -> None:
-        """Notes what a rank has to do, and how many blocks another sequence may take.
+    def _look(self) -> tuple[Float64Array, Float64Array]:
+        """Returns what each rank has to do, and how many blocks another sequence may take.
 
         Those are all for its known tokens and one more. Beyond them, one free column is left for
         each sequence that the rank already has, which will want it soon. An empty rank takes any
         sequence that the model's length admits.
         """
-        pool, num_bound = self._pools[rank], self._table.num_bound(rank)
-        self._work[rank] = self._num_decodes[rank] + self._kv_work * pool.num_used
-        num_kept = self._num_promised_blocks[rank] + num_bound * self._table.num_lists
-        self._room[rank] = pool.num_available - num_kept if num_bound else math.inf
-        if not self._table.has_free_row(rank):
-            self._room[rank] = 0
+        pools, table = self._pools, self._table
+        num_bound = table.num_bound_rows
+        num_kept = self._num_promised_blocks + num_bound * table.num_lists
+        room = np.where(num_bound > 0, pools.num_available - num_kept, math.inf)
+        room[num_bound == table.rows_per_rank] = 0
+        return self._num_decodes + self._kv_work * pools.num_used, room
 
     def _num_missing(self, num_tokens: int, num_held: int) -> int:
         """Blocks for this many tokens and the one that they lead to, where a row holds so many."""

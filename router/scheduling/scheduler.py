@@ -346,7 +346,7 @@ class Scheduler:
         deferred, num_stuck = [], 0
         chunk = self._shape.max_num_batched_tokens if budget is None else budget.chunk
         loads = RankLoads(
-            self._shape, self.table, self.caches, prompts, num_decodes, chunk, self._prices
+            self._shape, self.table, self._blocks.pools, prompts, num_decodes, chunk, self._prices
         )
         while (sequence := self._waiting.peek()) is not None:
             if self._waits_for_its_leader(sequence):

@@ -75,6 +75,12 @@ def _shared(column: Column) -> Column:
     return column
 
 
+def _no_rows(dp_size: int) -> RowSet:
+    nothing = _shared(np.zeros(0, dtype=np.int32))
+    parts = [slice(0, 0)] * dp_size
+    return RowSet(_shared(np.zeros(0, np.int64)), [0] * dp_size, parts, [nothing] * dp_size)
+
+
 class SequenceTable:
     """Arrays of R rows, and how a sequence gets in and out of them.
 
@@ -118,6 +124,7 @@ class SequenceTable:
         flat_window_blocks: `window_block_table` as one long row.
         num_constrained: Bound sequences that have a grammar.
         num_scored: Bound sequences that get log probabilities.
+        num_bound_rows: int64 [dp_size], sequences that hold a row of each rank.
         has_windows: Whether rows have two lists of blocks.
         num_lists: 2 if so, else 1.
         window_reach: Blocks before that of a token that its window may reach into.
@@ -174,15 +181,11 @@ class SequenceTable:
         self.block_starts = np.arange(num_rows) * max_blocks
         self.flat_blocks = self.block_table.reshape(-1)
         self.flat_window_blocks = self.window_block_table.reshape(-1)
-        self._ones = np.ones(num_rows, dtype=np.int32)
-        self._ones.flags.writeable = False  # whoever takes columns gets a part of it
+        self._ones = _shared(np.ones(num_rows, dtype=np.int32))
         self._sum_type = np.int32 if rows_per_rank * max_model_len < 1 << 31 else np.int64
-        nothing, none = _shared(np.zeros(0, dtype=np.int32)), slice(0, 0)
-        self._last_mask = bytes(num_rows)
-        self._last_row_set = RowSet(
-            _shared(self.first_rows[:0]), [0] * dp_size, [none] * dp_size, [nothing] * dp_size
-        )
+        self._last_mask, self._last_row_set = bytes(num_rows), _no_rows(dp_size)
         starts = range(0, num_rows, rows_per_rank)
+        self.num_bound_rows = np.zeros(dp_size, dtype=np.int64)
         self._free_rows = [list(range(row, row + rows_per_rank))[::-1] for row in starts]
 
     def has_free_row(self, dp_rank: int) -> bool:
@@ -190,7 +193,7 @@ class SequenceTable:
 
     def num_bound(self, dp_rank: int) -> int:
         """Sequences that hold a row of this rank."""
-        return self.rows_per_rank - len(self._free_rows[dp_rank])
+        return int(self.num_bound_rows[dp_rank])
 
     def rank_of(self, row: int) -> int:
         return row // self.rows_per_rank
@@ -250,6 +253,7 @@ class SequenceTable:
         """Gives a sequence a row of a rank. The caller holds a reference to the cached blocks."""
         num_cached, num_past = len(cached.blocks), len(cached.blocks) - len(cached.window_blocks)
         row = self._free_rows[dp_rank].pop()
+        self.num_bound_rows[dp_rank] += 1
         request, stop = sequence.request, sequence.request.stop
         num_tokens = len(sequence.tokens)
         self.status[row] = RowStatus.EXTEND
@@ -311,6 +315,7 @@ class SequenceTable:
         assert self.sequences[row] is None
         self.status[row] = RowStatus.FREE
         self._free_rows[self.rank_of(row)].append(row)
+        self.num_bound_rows[self.rank_of(row)] -= 1
 
     def blocks_of(self, row: int) -> BlockIds:
         """The blocks that a row holds, in order."""

@@ -210,6 +210,7 @@ class BlockPools:
         self._pools = pools
         sizes = np.array([pool.num_blocks for pool in pools])
         self._first = sizes.cumsum() - sizes
+        self._num_blocks = sizes - 1  # without the scratch blocks
         self._free = np.zeros(int(sizes.sum()), dtype=np.int32)
         self._num_free = np.zeros(len(pools), dtype=np.int64)
         self._num_cached = np.zeros(len(pools), dtype=np.int64)
@@ -224,6 +225,11 @@ class BlockPools:
     def num_available(self) -> Counts:
         """int64 [dp_size], blocks that each rank can hand out."""
         return self._num_free + self._num_cached
+
+    @property
+    def num_used(self) -> Counts:
+        """int64 [dp_size]."""
+        return self._num_blocks - self._num_free - self._num_cached
 
     def make_free(self, counts: Counts) -> None:
         """Evicts until each rank has so many free blocks, of those that are available."""

@@ -36,6 +36,9 @@ class RowBlocks:
         caches: [dp_size] of each rank.
         preempt: Takes the sequence of a row off its rank.
         max_window_blocks: See GroupShape.
+
+    Attributes:
+        pools: Of all ranks.
     """
 
     def __init__(
@@ -47,7 +50,7 @@ class RowBlocks:
     ) -> None:
         self._table = table
         self._caches = caches
-        self._pools = BlockPools([cache.pool for cache in caches])
+        self.pools = BlockPools([cache.pool for cache in caches])
         self._preempt = preempt
         self._max_window_blocks = max_window_blocks
 
@@ -60,24 +63,24 @@ class RowBlocks:
         """
         table, num_lists = self._table, self._table.num_lists
         counts = table.counts_of(rows)
-        had_room = bool((num_lists * counts <= self._pools.num_available).all())
+        had_room = bool((num_lists * counts <= self.pools.num_available).all())
         if not had_room:
             rows = self._make_rooms(rows)
             counts = table.counts_of(rows)
             if not len(rows):
                 return False
-        self._pools.make_free(num_lists * counts)
+        self.pools.make_free(num_lists * counts)
         columns = table.num_blocks.take(rows)
         places = table.block_starts.take(rows) + columns
         if table.has_windows:
-            table.flat_window_blocks[places] = self._pools.acquire(counts)
-        table.flat_blocks[places] = self._pools.acquire(counts)
+            table.flat_window_blocks[places] = self.pools.acquire(counts)
+        table.flat_blocks[places] = self.pools.acquire(counts)
         table.num_blocks[rows] = columns + 1
         return had_room
 
     def give(self, rank: int, row: int, num_tokens: int) -> int:
         """Gives a row blocks for its next tokens. Returns for how many tokens there are some."""
-        table, pool, num_lists = self._table, self._pools[rank], self._table.num_lists
+        table, pool, num_lists = self._table, self.pools[rank], self._table.num_lists
         start, held = int(table.num_computed[row]), int(table.num_blocks[row])
         num_new = max(0, -(-(start + num_tokens) // table.block_size) - held)
         if num_new * num_lists > pool.num_available:
@@ -110,7 +113,7 @@ class RowBlocks:
         is_granted = np.zeros(len(rows), dtype=np.bool_)
         block_ids = []
         for rank, (start, end) in enumerate(pairwise(table.cuts_of(rows))):
-            pool = self._pools[rank]
+            pool = self.pools[rank]
             sums = num_missing[start:end].cumsum()
             num_spare = pool.num_available // table.num_lists - table.num_bound(rank)
             count = int(sums.searchsorted(num_spare, side="right"))
@@ -132,8 +135,8 @@ class RowBlocks:
         for_prompts += np.minimum(for_prompts, self._max_window_blocks)
         num_wanted += np.where(table.status == RowStatus.EXTEND, for_prompts, 0)
         num_wanted = num_wanted.reshape(table.dp_size, -1).sum(axis=1)
-        num_wanted += num_lists * np.array([table.num_bound(r) for r in range(table.dp_size)])
-        return bool((num_wanted <= self._pools.num_available).all())
+        num_wanted += num_lists * table.num_bound_rows
+        return bool((num_wanted <= self.pools.num_available).all())
 
     def _num_missing(self, ends: Int32Array) -> Int32Array:
         """Returns int32 [R], blocks that each row lacks for so many tokens; below 0: it has more."""
@@ -172,7 +175,7 @@ class RowBlocks:
 
         Returns False if they are not, or not yet: blocks that a step in flight uses come later.
         """
-        pool = self._pools[rank]
+        pool = self.pools[rank]
         while pool.num_available < count:
             if pool.num_available + self._num_leaving_blocks(rank) >= count:
                 return False
@@ -192,7 +195,7 @@ class RowBlocks:
         others are worth nothing.
         """
         self.name(row)
-        pool = self._pools[self._table.rank_of(row)]
+        pool = self.pools[self._table.rank_of(row)]
         pool.release(self._table.blocks_of(row))
         if self._table.has_windows:
             pool.release(self._table.window_blocks_of(row))
@@ -232,7 +235,7 @@ class RowBlocks:
         cuts = offsets(counts, table.cuts_of(rows))
         for rank, (start, end) in enumerate(pairwise(cuts)):
             if start < end:
-                self._pools[rank].release_each(block_ids[start:end])
+                self.pools[rank].release_each(block_ids[start:end])
 
     def name(self, row: int) -> None:
         """Lets others find the full blocks of a row whose tokens are known and handed out.
