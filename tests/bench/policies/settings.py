@@ -21,9 +21,9 @@ LOCKSTEP_SWEEP: Builds = {
         max_token_gap_ms=float(factor * target),
         first_token_weight=NO_HOLD,
     )
-    for target in (15, 18, 21, 23, 25, 27, 30, 35, 40, 50, 75, 100, 150, 200)
+    for target in (15, 18, 21, 22, 23, 25, 27, 30, 35, 38, 40, 50, 75, 100, 150, 200, 300, 400)
     for factor in (1, 4)
-    if factor * target <= 400
+    if factor * target <= 800
 }
 PEER_SWEEP: Builds = sweep()
 ALL: Builds = {**LOCKSTEP, **LOCKSTEP_SWEEP, **DEFAULT, **PEER_SWEEP}
