@@ -32,8 +32,9 @@ def spawn(
     args: Sequence[str], env: Mapping[str, str], root: Path = ROOT
 ) -> "subprocess.Popen[str]":
     """Starts ``python ARGS`` of a checkout, in a session of its own."""
+    child = [sys.executable, "-S", "-m", "deploy.local.child"]  # which needs nothing installed
     return subprocess.Popen(
-        [sys.executable, "-m", "deploy.local.child", str(os.getpid()), *args],
+        [*child, str(os.getpid()), *args],
         cwd=root,
         env=env,
         stdin=subprocess.DEVNULL,
