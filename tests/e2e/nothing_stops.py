@@ -93,7 +93,8 @@ async def table(size: Size, folder: Path) -> AsyncIterator[Line]:
 async def restarts(size: Size, log_dir: Path) -> Line:
     """Executors are killed, one after the other, and their supervisor starts them again."""
     report = Report()
-    async with served(log_dir, executor_args=size.executor_args) as (stack, client):
+    settings = {"executor_args": size.executor_args, "router_args": PATIENT_STEPS}
+    async with served(log_dir, **settings) as (stack, client):
         streams = streaming(client, size.num_streams, random.Random(1), report)
         async with supervised(stack), streams:
             for number in range(size.num_kills):
