@@ -42,9 +42,9 @@ from router.scheduling.commit import (
 )
 from router.scheduling.counters import GroupMeasures, TokenGaps
 from router.scheduling.kv.prefix_cache import (
-    BlockHash,
     CachedPrefix,
     PrefixCache,
+    Wanted,
     extend_block_hashes,
 )
 from router.scheduling.kv.row_blocks import RowBlocks
@@ -368,8 +368,8 @@ class Scheduler:
 
     def _bind_to_best_rank(self, sequence: Sequence, loads: RankLoads) -> bool:
         num_tokens = len(sequence.tokens)  # once bound, its tokens are a whole row
-        hashes = self._reusable_hashes(sequence)
-        cached = [cache.match(hashes) for cache in self.caches]
+        wanted = self._wanted_blocks(sequence)
+        cached = [cache.find(wanted) for cache in self.caches]
         rank = loads.pick(self._turn(sequence), num_tokens, cached)
         if rank is None:
             return False
@@ -377,21 +377,23 @@ class Scheduler:
         loads.add(rank, self._prompt(row), len(cached[rank].blocks))
         return True
 
-    def _reusable_hashes(self, sequence: Sequence) -> list[BlockHash]:
-        """Names of the blocks that it could share: all full ones but the last token's."""
+    def _wanted_blocks(self, sequence: Sequence) -> Wanted:
+        """Returns the blocks that it could share: all full ones but the last token's."""
         hashes, tokens, block_size = sequence.block_hashes, sequence.tokens, self._shape.block_size
+        salt, count = sequence.request.cache_salt, (len(tokens) - 1) // block_size
         if sequence.hashed_size != block_size:  # by another group
             hashes.clear()
             sequence.hashed_size = block_size
         if sequence.needs_prompt_logprobs:
-            return []
-        extend_block_hashes(hashes, tokens, block_size, sequence.request.cache_salt)
-        return hashes[: (len(tokens) - 1) // block_size]
+            count = 0
+        else:
+            extend_block_hashes(hashes, tokens, block_size, salt)
+        return Wanted(hashes[:count], tokens, block_size, salt)
 
     def num_left_tokens(self, sequence: Sequence) -> int:
         """Returns prompt tokens that bound sequences and a new one, whose prefix is cached, have to run."""
-        hashes, table = self._reusable_hashes(sequence), self.table
-        num_cached = self._shape.block_size * max(cache.estimate(hashes) for cache in self.caches)
+        wanted, table = self._wanted_blocks(sequence), self.table
+        num_cached = self._shape.block_size * max(cache.estimate(wanted) for cache in self.caches)
         num_bound = np.sum(
             (table.num_extend - table.num_computed)[table.status == RowStatus.EXTEND]
         )
@@ -522,7 +524,7 @@ class Scheduler:
     def _end(self, sequence: Sequence) -> None:
         """Lets go of a bound sequence whose finish_reason or error was just set."""
         row = sequence.row
-        self._blocks.name(row)
+        self._blocks.leave(row)
         self._gaps.leave(row)
         self.table.detach(sequence)
         if self.table.status[row] != RowStatus.PREEMPTED:

@@ -117,6 +117,14 @@ class BlockPool:
         assert self._ref_counts[block_ids].all()
         self._is_kept[block_ids] = True
 
+    def discard(self, block_ids: BlockIds) -> None:
+        """Makes kept blocks hold nothing reusable: cached ones are free at once."""
+        self._is_kept[block_ids] = False
+        cached = block_ids[self._index_of[block_ids] >= 0]
+        self._index_of[cached] = -1
+        self._num_cached[0] -= len(cached)
+        self._free_up(cached)
+
     def release(self, block_ids: BlockIds) -> None:
         """Drops a reference of each, none of them twice.
 

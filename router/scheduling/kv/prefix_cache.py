@@ -15,6 +15,7 @@ import numpy as np
 from router.requests.request import Int32Array
 from router.scheduling.kv.block_log import BlockLog
 from router.scheduling.kv.block_pool import NO_BLOCKS, BlockIds, BlockPool
+from router.scheduling.kv.tails import Tail, Tails
 
 BlockHash = bytes
 
@@ -54,6 +55,41 @@ class CachedPrefix(NamedTuple):
 NO_PREFIX = CachedPrefix(NO_BLOCKS, NO_BLOCKS)
 
 
+class Wanted:
+    """Full blocks of a prompt, which caches are asked for.
+
+    Args:
+        hashes: [B] their names.
+        tokens: int32, all of theirs at least.
+        block_size: Tokens of each.
+        salt: What stands before the first.
+
+    Attributes:
+        hashes: As above.
+        tokens: int32 [B, block_size].
+    """
+
+    def __init__(
+        self, hashes: list[BlockHash], tokens: Int32Array, block_size: int, salt: bytes
+    ) -> None:
+        self.hashes = hashes
+        self.tokens = tokens[: len(hashes) * block_size].reshape(-1, block_size)
+        self._salt = salt
+        self._keys: dict[int, bytes] = {}
+
+    def key(self, place: int) -> bytes:
+        """What a tail has that begins with this block (`Tail.key`); b"": none is wanted.
+
+        Caches mostly ask for the same.
+        """
+        key = self._keys.get(place)
+        if key is None:
+            parent = self.hashes[place - 1] if place else self._salt
+            key = parent + self.tokens[place].tobytes() if place < len(self.hashes) else b""
+            self._keys[place] = key
+        return key
+
+
 class PrefixCache:
     """The named blocks of one rank, and the pool that they are in.
 
@@ -77,7 +113,8 @@ class PrefixCache:
         self.pool = BlockPool(num_blocks, on_evict=self._forget)
         self._block_of: dict[BlockHash, int] = {}
         self.log = BlockLog(self._block_of, num_blocks) if is_logged else None
-        self._hash_of = [b""] * num_blocks  # only of blocks that the pool keeps
+        self._hash_of = [b""] * num_blocks  # b"": the block has no name
+        self._tails = Tails(num_blocks)
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
@@ -85,6 +122,20 @@ class PrefixCache:
     def hit_rate(self) -> float:
         """Share of the prompt tokens of all sequences that was found here, 0 to 1."""
         return self.num_hit_tokens / max(1, self.num_queried_tokens)
+
+    def find(self, wanted: Wanted) -> CachedPrefix:
+        """Returns what `match` does, once what is wanted of tails has its names."""
+        prefix, hashes = self.match(wanted.hashes), wanted.hashes
+        while wanted.key(start := len(prefix.blocks)) in self._tails:
+            tail = self._tails.pop(wanted.key(start))
+            if tail is None:
+                break
+            count, size = tail.num_equal(wanted.tokens[start:]), len(tail.block_ids)
+            self._name(hashes[start : start + count], tail.block_ids[:count])
+            if count < size:
+                self._add(tail.part(hashes[start + count - 1], count, size))
+            prefix = self.match(hashes)
+        return prefix
 
     def match(self, hashes: list[BlockHash]) -> CachedPrefix:
         """Returns the blocks of the longest cached prefix. Takes no reference."""
@@ -108,38 +159,62 @@ class PrefixCache:
             np.array(block_ids[:end], dtype=np.int32), np.array(window_ids, dtype=np.int32)
         )
 
-    def estimate(self, hashes: list[BlockHash]) -> int:
-        """Returns about how many blocks `match` would find: it looks at few, by halving."""
-        return bisect_left(hashes, True, key=lambda name: name not in self._block_of)
+    def estimate(self, wanted: Wanted) -> int:
+        """Returns about how many blocks `find` would find: it looks at few, by halving."""
+        count = bisect_left(wanted.hashes, True, key=lambda name: name not in self._block_of)
+        tail = self._tails.get(wanted.key(count))
+        return count if tail is None else count + tail.num_equal(wanted.tokens[count:])
 
     def insert(self, hashes: list[BlockHash], block_ids: BlockIds) -> list[bool] | None:
         """Names used blocks without a name. A name that another has stays with that one.
 
         Returns which blocks got their name; None: all of them.
         """
+        self.pool.keep(block_ids)
+        return self._name(hashes, block_ids)
+
+    def leave(self, tail: Tail) -> None:
+        """Keeps used blocks of a sequence that ends; they have names once somebody wants them."""
+        self.pool.keep(tail.block_ids)
+        self._add(tail)
+
+    def _add(self, tail: Tail) -> None:
+        other = self._tails.add(tail)
+        if other is not None:  # of two that begin alike, blocks that are the same are kept once
+            for each in (other, tail):
+                hashes: list[BlockHash] = []
+                num_tokens = each.tokens.shape[1]
+                extend_block_hashes(hashes, each.tokens.reshape(-1), num_tokens, each.parent)
+                self._name(hashes, each.block_ids)
+
+    def _name(self, hashes: list[BlockHash], block_ids: BlockIds) -> list[bool] | None:
+        """Names kept blocks. Those whose name another has are not kept any more."""
         if not hashes:
             return None
         ids, is_owner = block_ids.tolist(), None
         owners = list(map(self._block_of.setdefault, hashes, ids))
         if owners != ids:  # others have some of the names
             is_owner = [owner == block_id for owner, block_id in zip(owners, ids, strict=True)]
+            self.pool.discard(block_ids[~np.array(is_owner)])
             hashes, ids = list(compress(hashes, is_owner)), list(compress(ids, is_owner))
-            block_ids = block_ids[is_owner]
         hash_of = self._hash_of
         for name, block_id in zip(hashes, ids, strict=True):
             hash_of[block_id] = name
-        self.pool.keep(block_ids)
         return is_owner
 
     @property
     def num_named(self) -> int:
         """Blocks that a prompt may find, whether in use or not."""
-        return len(self._block_of)
+        return len(self._block_of) + len(self._tails)
 
     def _forget(self, block_ids: BlockIds) -> None:
-        block_of, hash_of = self._block_of, self._hash_of
-        names = [hash_of[block_id] for block_id in block_ids.tolist()]
+        if len(self._tails):
+            self._tails.forget(block_ids)
+        block_of, hash_of, ids = self._block_of, self._hash_of, block_ids.tolist()
+        names = [name for block_id in ids if (name := hash_of[block_id])]
         for name in names:
             del block_of[name]
+        for block_id in ids:
+            hash_of[block_id] = b""
         if self.log is not None:
             self.log.forget(names)

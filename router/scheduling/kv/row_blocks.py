@@ -24,6 +24,7 @@ from router.scheduling.columns import Mask, Rows, offsets, spread
 from router.scheduling.kv.block_log import BlockRun
 from router.scheduling.kv.block_pool import BlockIds, BlockPools
 from router.scheduling.kv.prefix_cache import WINDOW, PrefixCache, extend_block_hashes
+from router.scheduling.kv.tails import Tail
 from router.scheduling.sequence_table import RowStatus, SequenceTable
 from router.scheduling.step import StepPlan
 
@@ -270,6 +271,21 @@ class RowBlocks:
             names = [name + WINDOW for name in hashes[held:end]]
             cache.insert(names, table.window_block_table[row, held:end])
         table.num_named_blocks[row] = end
+
+    def leave(self, row: int) -> None:
+        """Lets others find the full blocks of a row whose sequence ends; they need no names for it."""
+        table = self._table
+        sequence, cache = table.bound(row), self._caches[table.rank_of(row)]
+        num_known = int(min(table.num_tokens[row], table.num_computed[row]))
+        size, hashes = table.block_size, sequence.block_hashes
+        first, end = int(table.num_named_blocks[row]), num_known // size
+        if cache.log is not None or table.has_windows or len(hashes) >= end:
+            self.name(row)
+        elif first < end:
+            parent = hashes[first - 1] if first else sequence.request.cache_salt
+            tokens = table.tokens.of(row)[first * size : end * size].reshape(-1, size).copy()
+            cache.leave(Tail(parent, tokens, table.block_table[row, first:end].copy()))
+            table.num_named_blocks[row] = end
 
     def _num_leaving_blocks(self, rank: int) -> int:
         """Blocks that come back once the steps in flight that use them are back."""

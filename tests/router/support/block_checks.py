@@ -30,7 +30,13 @@ def check_pool(pool: BlockPool) -> None:
 
 
 def check_cache(cache: PrefixCache) -> None:
-    """Asserts that names and blocks are one to one, and kept."""
+    """Asserts that names and blocks are one to one, and kept, and tails are of kept blocks without."""
     check_pool(cache.pool)
-    named = {cache._hash_of[block_id]: block_id for block_id in kept_blocks(cache.pool)}
+    kept = kept_blocks(cache.pool)
+    named = {cache._hash_of[block_id]: block_id for block_id in kept if cache._hash_of[block_id]}
     assert cache._block_of == named
+    tails = cache._tails
+    in_tails = np.flatnonzero(tails._number_of).tolist()
+    assert len(tails) == len(in_tails)
+    assert set(in_tails) <= set(kept) - set(named.values())
+    assert all(tail.key == key for key, (_, tail) in tails._by_key.items())

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from router.scheduling.kv.block_pool import SCRATCH_BLOCK, BlockIds, BlockPool
-from router.scheduling.kv.prefix_cache import PrefixCache, extend_block_hashes
+from router.scheduling.kv.prefix_cache import PrefixCache, Wanted, extend_block_hashes
+from router.scheduling.kv.tails import Tail
 from tests.router.support.block_checks import check_cache, check_pool, kept_blocks
 
 BLOCK_SIZE = 4
@@ -155,8 +156,58 @@ def test_a_name_stays_with_the_block_that_had_it_first() -> None:
     check_cache(cache)
 
 
+# ---- tails
+
+
+def leave(cache: PrefixCache, tokens: list[int], parent: bytes = b"") -> BlockIds:
+    """Takes blocks for tokens, and leaves them as an ended sequence does."""
+    rows = np.array(tokens, np.int32).reshape(-1, BLOCK_SIZE)
+    blocks = cache.pool.acquire(len(rows))
+    cache.leave(Tail(parent, rows, blocks))
+    cache.pool.release(blocks)
+    return blocks
+
+
+def wanted(tokens: list[int]) -> Wanted:
+    return Wanted(hashes_of(tokens), np.array(tokens, np.int32), BLOCK_SIZE, b"")
+
+
+def test_what_an_ended_sequence_left_is_found_as_far_as_it_is_wanted() -> None:
+    cache = PrefixCache(10)
+    blocks = leave(cache, [*range(12)])
+    assert cache.num_named == 3
+    assert cache.estimate(wanted([*range(8), 0, 0, 0, 0])) == 2
+    assert cache.find(wanted([*range(8), 0, 0, 0, 0])).blocks.tolist() == blocks[:2].tolist()
+    assert cache.find(wanted([0, *range(11)])).blocks.tolist() == []
+    check_cache(cache)
+    assert cache.find(wanted([*range(16)])).blocks.tolist() == blocks.tolist()
+    assert cache.num_named == len(cache._block_of) == 3
+
+
+def test_of_equal_blocks_that_ended_sequences_left_one_is_kept() -> None:
+    cache = PrefixCache(10)
+    first = leave(cache, [*range(8), 1, 2, 3, 4])
+    second = leave(cache, [*range(8), 5, 6, 7, 8])
+    assert cache.num_named == cache.pool.num_cached == 4
+    found = cache.find(wanted([*range(8), 5, 6, 7, 8])).blocks.tolist()
+    assert found == [*first[:2], second[2]]
+    check_cache(cache)
+
+
+def test_a_tail_is_found_as_far_as_it_was_not_evicted() -> None:
+    cache = PrefixCache(5)
+    blocks = leave(cache, [*range(16)])
+    cache.pool.acquire(2)
+    assert cache.num_named == 2
+    assert cache.find(wanted([*range(16)])).blocks.tolist() == blocks[:2].tolist()
+    cache.pool.acquire(2)
+    assert cache.find(wanted([*range(16)])).blocks.tolist() == []
+    check_cache(cache)
+
+
+@pytest.mark.parametrize("is_left", [False, True])
 @pytest.mark.parametrize("seed", range(30))
-def test_a_hit_holds_the_tokens_that_were_asked_for(seed: int) -> None:
+def test_a_hit_holds_the_tokens_that_were_asked_for(seed: int, *, is_left: bool) -> None:
     """Sequences over two tokens in few blocks, as a scheduler treats them."""
     rng = random.Random(seed)
     cache = PrefixCache(rng.randint(4, 20))
@@ -168,7 +219,7 @@ def test_a_hit_holds_the_tokens_that_were_asked_for(seed: int) -> None:
         else:
             tokens = rng.choices(range(2), k=rng.randint(1, 4) * BLOCK_SIZE)
             hashes = hashes_of(tokens)
-            hit = cache.match(hashes).blocks
+            hit = cache.find(wanted(tokens)).blocks
             num_new = len(hashes) - len(hit)
             if num_new > cache.pool.num_available - cache.pool.num_unused(hit):
                 continue
@@ -178,6 +229,10 @@ def test_a_hit_holds_the_tokens_that_were_asked_for(seed: int) -> None:
                 assert content[block] == tuple(tokens[: (i + 1) * BLOCK_SIZE])
             for i, block in enumerate(new.tolist(), start=len(hit)):
                 content[block] = tuple(tokens[: (i + 1) * BLOCK_SIZE])
-            cache.insert(hashes[len(hit) :], new)
+            if is_left and len(new):
+                rows = np.array(tokens, np.int32).reshape(-1, BLOCK_SIZE)[len(hit) :]
+                cache.leave(Tail(hashes[len(hit) - 1] if len(hit) else b"", rows, new))
+            else:
+                cache.insert(hashes[len(hit) :], new)
             held.append([*hit.tolist(), *new.tolist()])
         check_cache(cache)
