@@ -7,7 +7,7 @@ import pytest
 
 from router.scheduling.row_tokens import LATEST, MIN_MOVED, NO_TOKEN, RowTokens
 
-MAX_LEN = 4 * LATEST
+MAX_LEN = 16 * LATEST
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, MIN_MOVED + 5])
@@ -26,7 +26,7 @@ def test_a_row_has_the_tokens_that_it_was_given(num_rows: int, num_left_out: int
 
     for row in range(num_rows):
         begin(row)
-    for step in range(5 * LATEST):
+    for step in range(20 * LATEST):
         for row in {rng.randrange(num_rows) for _ in range(2)}:
             if len(given[row]) > MAX_LEN // 2:
                 begin(row)
