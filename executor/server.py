@@ -299,11 +299,12 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         """Builds the worker on the compute thread; from then on the RPCs are answered.
 
         Args:
-            build: Returns the worker and what Describe says of it, but for the instance id, the
-                digest and the epoch.
+            build: Returns the worker and what Describe says of it, but for the ids of instance and
+                KV, the digest and the epoch.
         """
         self._worker, self._description = await self._on_compute_thread(build)
         self._description.instance_id = uuid.uuid4().hex
+        self._description.kv_id = uuid.uuid4().hex
         self._description.peer_host = self._store_host
         self._description.store_address = self._store_address
         self._description.agreement_digest = agreement_digest(dict(self._description.agreement))
@@ -370,6 +371,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             if worker.has_peers:
                 _check_rendezvous(request)
             self._epochs.join(request.epoch)
+            if request.kv_id != self._description.kv_id:
+                self._description.kv_id = uuid.uuid4().hex
             if self._stream is not None:
                 self._stream.end(StaleEpoch(f"epoch {request.epoch} has begun"))
                 self._stream = None
@@ -392,7 +395,9 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
                 raise
             if failure is not None:
                 raise failure
-            return pb.JoinResponse(instance_id=self._description.instance_id)
+            return pb.JoinResponse(
+                instance_id=self._description.instance_id, kv_id=self._description.kv_id
+            )
 
     async def Attend(  # type: ignore[override]
         self, requests: AsyncIterator[pb.AttendRequest], context: Context

@@ -25,7 +25,7 @@ def describe(
     lines: Iterable[BudgetLine],
     keeping: Keeping = DEQUANTISED,
 ) -> pb.DescribeResponse:
-    """Returns all but what changes while it runs: its instance and its epoch.
+    """Returns all but what changes while it runs: its instance, its KV and its epoch.
 
     Args:
         blueprint: How it was built.

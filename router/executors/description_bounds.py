@@ -33,6 +33,7 @@ BOUNDS = {
 }
 LENGTHS = {
     "instance_id": MAX_INSTANCE_ID_LEN,
+    "kv_id": MAX_INSTANCE_ID_LEN,
     "peer_host": 255,
     "store_address": 263,
     "model.architecture": 256,

@@ -4,8 +4,8 @@ import asyncio
 import json
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, TypeVar
@@ -143,6 +143,7 @@ class ExecutorGroup:
         self._vocab_size = 0
         self._has_scored = False  # in this epoch, which makes answers long
         self._instances: dict[tuple[int, int], str] = {}  # by coordinates
+        self._kv_ids: dict[str, str] = {}  # by address, of the last epoch that was formed
         self._left_out: dict[str, tuple[str, str]] = {}  # by address: instance, and what it said
         self._streams: list[StepStream] = []
         self._asking: asyncio.Task[None] | None = None  # why this epoch is over
@@ -180,7 +181,7 @@ class ExecutorGroup:
         self._epoch = 1 + max(self._epoch, *(member.description.epoch for member in members))
         info = describe_group(members, self._epoch, self._settings.model_name)
         await _all([self._bring_up(member) for member in members])
-        await self._join(members)
+        self._kv_ids = await self._join(members)
         self._members = members
         self._num_peers = len(members) // info.shape.dp_size
         self._vocab_size = info.model.vocab_size
@@ -198,7 +199,7 @@ class ExecutorGroup:
             )
             for member in members
         ]
-        return info
+        return replace(info, kv_ids=_kv_ids_of_ranks(members, self._kv_ids))
 
     def send(self, step: InFlight) -> None:
         """Sends each DP rank its part; attention-TP peers get the same."""
@@ -515,27 +516,40 @@ class ExecutorGroup:
         )
         return (await _answer(call, f"Prepare of {first}")).store_address
 
-    async def _join(self, members: Sequence[Member]) -> None:
+    async def _join(self, members: Sequence[Member]) -> dict[str, str]:
+        """Joins all members. Returns by address which KV each has."""
         secret = secrets.token_bytes(SECRET_BYTES)  # kept by nobody once the group has formed
-        address = members[0].description.store_address
-        join = pb.JoinRequest(
-            epoch=self._epoch,
-            store_address=address or await self._prepare(members[0], secret),
-            secret=secret,
-            peer_hosts=[member.description.peer_host for member in members],
-        )
-        joined = await _all(
-            [
-                _answer(
-                    self._stubs[member.address].Join(join, timeout=self._settings.form_timeout_s),
-                    f"Join of {member}",
-                )
-                for member in members
-            ]
-        )
+        address = members[0].description.store_address or await self._prepare(members[0], secret)
+        peer_hosts = [member.description.peer_host for member in members]
+
+        async def join(member: Member) -> pb.JoinResponse:
+            kv_id = member.description.kv_id
+            request = pb.JoinRequest(
+                epoch=self._epoch,
+                store_address=address,
+                secret=secret,
+                peer_hosts=peer_hosts,
+                kv_id=kv_id if kv_id == self._kv_ids.get(member.address) else "",
+            )
+            stub, timeout_s = self._stubs[member.address], self._settings.form_timeout_s
+            return await _answer(stub.Join(request, timeout=timeout_s), f"Join of {member}")
+
+        joined = await _all([join(member) for member in members])
         for member, answer in zip(members, joined, strict=True):
             if member.description.instance_id != answer.instance_id:
                 raise ExecutorLost(f"{member} was restarted while the group formed")
+        return {
+            member.address: answer.kv_id[:MAX_INSTANCE_ID_LEN]
+            for member, answer in zip(members, joined, strict=True)
+        }
+
+
+def _kv_ids_of_ranks(members: Sequence[Member], kv_ids: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns which KV each DP rank has: that of all its members, "" if one does not say."""
+    ranks: dict[int, list[str]] = {}
+    for member in members:
+        ranks.setdefault(member.dp_rank, []).append(kv_ids[member.address])
+    return tuple(",".join(ids) if all(ids) else "" for ids in ranks.values())
 
 
 def _instance_of(member: Member) -> str:

@@ -397,9 +397,12 @@ class GroupInfo:
 
     Attributes:
         addresses: [dp_size] where each DP rank's first executor listens.
+        kv_ids: [dp_size] which KV is behind each DP rank's block ids: the same as in an earlier epoch
+            if nobody but that epoch's steps has written there; "" if that is not known.
     """
 
     epoch: int
     model: ServedModel
     shape: GroupShape
     addresses: tuple[str, ...]
+    kv_ids: tuple[str, ...] = ()

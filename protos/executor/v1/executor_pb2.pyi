@@ -226,6 +226,7 @@ class DescribeResponse(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     PEER_HOST_FIELD_NUMBER: _builtins.int
     KV_WINDOW_FIELD_NUMBER: _builtins.int
+    KV_ID_FIELD_NUMBER: _builtins.int
     STORE_ADDRESS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Random at each start of the process. A router that sees a new one knows that the KV cache
@@ -252,6 +253,11 @@ class DescribeResponse(_message.Message):
     columns, and any block of the pool can stand in either: new_block_ids for layers that see
     everything and for drafts, new_window_block_ids for windowed layers. A row then needs about
     kv_window / block_size blocks more than the tokens that it has. 0: one list serves all layers.
+    """
+    kv_id: _builtins.str
+    """Which KV is behind the ids of its blocks. Another one after each start of the process, and after
+    each Join that does not name it: whoever drives the executor then knows nothing of its blocks, and
+    writes where it likes.
     """
     store_address: _builtins.str
     """"host:port" at which it opens the stores of epochs that it is the first of, as every member can
@@ -300,11 +306,12 @@ class DescribeResponse(_message.Message):
         speculation: Global___Speculation | None = ...,
         peer_host: _builtins.str = ...,
         kv_window: _builtins.int = ...,
+        kv_id: _builtins.str = ...,
         store_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "coordinates", b"coordinates", "graph_sizes", b"graph_sizes", "model", b"model", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreement", b"agreement", "agreement_digest", b"agreement_digest", "budget", b"budget", "coordinates", b"coordinates", "epoch", b"epoch", "graph_sizes", b"graph_sizes", "instance_id", b"instance_id", "kv_window", b"kv_window", "model", b"model", "num_kv_blocks", b"num_kv_blocks", "num_rows", b"num_rows", "peer_host", b"peer_host", "speculation", b"speculation", "store_address", b"store_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreement", b"agreement", "agreement_digest", b"agreement_digest", "budget", b"budget", "coordinates", b"coordinates", "epoch", b"epoch", "graph_sizes", b"graph_sizes", "instance_id", b"instance_id", "kv_id", b"kv_id", "kv_window", b"kv_window", "model", b"model", "num_kv_blocks", b"num_kv_blocks", "num_rows", b"num_rows", "peer_host", b"peer_host", "speculation", b"speculation", "store_address", b"store_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -619,6 +626,7 @@ class JoinRequest(_message.Message):
     STORE_ADDRESS_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
     PEER_HOSTS_FIELD_NUMBER: _builtins.int
+    KV_ID_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Above every epoch used before with this group; the one given to Prepare, if that was called."""
     store_address: _builtins.str
@@ -627,6 +635,10 @@ class JoinRequest(_message.Message):
     """
     secret: _builtins.bytes
     """Drawn by the router for this epoch; the one given to Prepare, if that was called."""
+    kv_id: _builtins.str
+    """DescribeResponse.kv_id, if the router that drove this executor in the epoch of that id goes on with
+    what its blocks hold. Empty: it does not.
+    """
     @_builtins.property
     def peer_hosts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """DescribeResponse.peer_host of each member."""
@@ -638,10 +650,11 @@ class JoinRequest(_message.Message):
         store_address: _builtins.str = ...,
         secret: _builtins.bytes = ...,
         peer_hosts: _abc.Iterable[_builtins.str] | None = ...,
+        kv_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "peer_hosts", b"peer_hosts", "secret", b"secret", "store_address", b"store_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "kv_id", b"kv_id", "peer_hosts", b"peer_hosts", "secret", b"secret", "store_address", b"store_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -654,18 +667,22 @@ class JoinResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    KV_ID_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """DescribeResponse.instance_id of the process that joined. The router takes another one than
     Describe gave for an executor that was restarted meanwhile.
     """
+    kv_id: _builtins.str
+    """DescribeResponse.kv_id from here on: that of the request if blocks hold what they held then."""
     def __init__(
         self,
         *,
         instance_id: _builtins.str = ...,
+        kv_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "kv_id", b"kv_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

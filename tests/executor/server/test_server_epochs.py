@@ -246,3 +246,24 @@ async def test_every_executor_is_taken_to_far_epochs_in_leaps_and_only_the_first
         assert bool(await client.prepare(3 * MAX_EPOCH_LEAP + 1)) == (dp_rank == 0)
         assert worker.num_joins == 0
         assert await client.joins_and_runs(3 * MAX_EPOCH_LEAP + 1)
+
+
+async def test_kv_has_its_id_for_as_long_as_each_join_names_it(fake: Any):
+    """Who joins without it writes where it likes, and who comes back then is told so."""
+    _, client = fake
+
+    async def described() -> str:
+        answer = await client.executor.Describe(pb.DescribeRequest())
+        return str(answer.kv_id)
+
+    async def join(epoch: int, kv_id: str) -> str:
+        request = join_request(epoch)
+        request.kv_id = kv_id
+        return str((await client.executor.Join(request)).kv_id)
+
+    first = await join(1, "")
+    assert first == await described()
+    assert [await join(epoch, first) for epoch in (2, 3)] == [first, first]
+    assert await described() == first
+    other = await join(4, "")
+    assert len({first, other, await join(5, first)}) == 3

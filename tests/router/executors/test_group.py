@@ -55,6 +55,31 @@ async def test_every_executor_joins_the_store_that_the_first_one_prepared() -> N
         assert all(peer.joined == epochs for peer in peers.values())
 
 
+async def test_a_rank_has_its_kv_while_each_of_its_executors_has_and_nobody_else_drives_them() -> (
+    None
+):
+    async with run_group(2, 2) as (group, peers):
+        first = (await group.form()).kv_ids
+        assert (await group.form()).kv_ids == first
+        peers[0, 1].kv_id = "of a new process"
+        one, other = (await group.form()).kv_ids
+        assert (one != first[0], other) == (True, first[1])
+
+        peers[1, 0].on_join = says(JoinFailed("its peer is gone"))
+        with pytest.raises(ExecutorLost):
+            await group.form()
+        peers[1, 0].on_join = nothing
+        assert (await group.form()).kv_ids == (one, other)
+
+        stranger = group_of(list(group._channels))
+        await stranger.form()
+        await stranger.close()
+        third = (await group.form()).kv_ids
+        assert len({*first, one, other, *third}) == 5
+        peers[0, 0].kv_id = ""
+        assert (await group.form()).kv_ids == ("", third[1])
+
+
 async def test_a_step_is_over_only_when_every_peer_has_ended_it() -> None:
     async with formed_group(1, 2) as (group, peers):
         peers[0, 1].may_answer.clear()

@@ -1,6 +1,7 @@
 """Executors behind real ports that answer as a test says, and the client that drives them."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -64,6 +65,7 @@ class Peer:
         may_answer: Holds its answers back while it is not set.
         on_describe, on_join: Awaited before Describe or Join is answered.
         instance_id: Of its process.
+        kv_id: Of its KV; "": it is of a release that has none.
         shift: What is added to the epoch and the step of its answers.
         num_streams: Step streams that are open.
         spare_bytes: Stand behind the tokens of its answers.
@@ -106,6 +108,8 @@ class Peer:
         self.on_describe: Callable[[], Awaitable[object]] = nothing
         self.on_join: Callable[[], Awaitable[object]] = nothing
         self.instance_id = "first"
+        self._kv_ids = (f"kv {number} of {self.place}" for number in itertools.count())
+        self.kv_id = next(self._kv_ids)
         self.shift = (0, 0)
         self.num_streams = 0
         self.spare_bytes = b""
@@ -131,6 +135,7 @@ class Peer:
             attn_tp_rank,
             attn_tp_size,
             instance_id=self.instance_id,
+            kv_id=self.kv_id,
             epoch=self.newest,
         )
         self.describes(described)
@@ -147,8 +152,10 @@ class Peer:
             self.advance(request.epoch, least=self.newest)
             self.joined.append(request.epoch)
             self.store_address = request.store_address
+            if self.kv_id and self.kv_id != request.kv_id:
+                self.kv_id = next(self._kv_ids)
             await self.on_join()
-        return pb.JoinResponse(instance_id=self.instance_id)
+        return pb.JoinResponse(instance_id=self.instance_id, kv_id=self.kv_id)
 
     def advance(self, epoch: int, *, least: int) -> None:
         """Takes note of an epoch, from wherever it comes."""
