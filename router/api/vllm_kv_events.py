@@ -2,8 +2,9 @@
 
 A subscriber gets a snapshot, and from then on what is stored and removed, so that its table is what
 the caches hold, a tenth of a second ago. Batches of each rank have numbers of their own, without
-gaps; ranks are numbered on from group to group, as GetLoads does. Who reads too slowly gets a new
-snapshot instead of what it missed, and so does everybody when a group forms or is lost:
+gaps; ranks are numbered on from group to group, as GetLoads does. When an executor is lost, blocks of
+its rank are removed, and the others' stay. Who reads too slowly gets a new snapshot instead of what it
+missed, and so does everybody when a group forms for the first time, or with other ranks or pools:
 
             ┌────────────── slow, epoch ──────────────┐
             ▼                                         │

@@ -1,8 +1,10 @@
 """Engine: the loop of one group, form, then schedule, send, receive, commit, until it is lost.
 
-Start and recovery are the same path. What a lost group costs is its KV cache: the sequences that
-it ran wait again, with the tokens that they have, and the next epoch computes them anew, or another
-group does (engines.py). Which of them may have been the cause is the Quarantine's to find out.
+Start and recovery are the same path. What a loss costs is what the steps in flight computed and the
+KV of the executors that are gone: the sequences that the group ran wait again, with the tokens that
+they have, and the next epoch computes anew what its ranks' caches do not have (caches.py), or another
+group computes all of it (engines.py). Which of them may have been the cause is the Quarantine's to
+find out.
 """
 
 import asyncio
@@ -19,6 +21,7 @@ import structlog
 from protos.serving.v1 import serving_pb2 as pb
 from protos.settings import above, at_least, setting
 from protos.transport.errors import RpcError, shorten
+from router.engine.caches import GroupCaches
 from router.engine.recent import Events, FlowShares, History
 from router.engine.status import epoch_status, step_cost_status
 from router.errors import (
@@ -142,7 +145,7 @@ class Engine:
         self._listeners = listeners
         self._settings = settings
         self._on_end = on_end
-        self._logs_blocks = logs_blocks
+        self._caches = GroupCaches(are_logged=logs_blocks)
         self._clock = asyncio.get_running_loop().time
         self.lost_time = self._clock()
         self._progress_time = self._clock()  # formed, committed, or got work when it had none
@@ -181,6 +184,7 @@ class Engine:
                     growing_delay_s = least_delay_s
                 delay_s = growing_delay_s
                 growing_delay_s = max(least_delay_s, min(2 * delay_s, MAX_RETRY_DELAY_S))
+                self._caches.drop()  # its tables may say what is not so
             was_ready = self.is_ready
             self._lose_at_any_cost(loss)
             if was_ready:
@@ -367,15 +371,15 @@ class Engine:
 
     @property
     def block_logs(self) -> list[BlockLog | None]:
-        """What each rank's prefix cache holds; one None while the group forms."""
-        return [None] if self._scheduler is None else [c.log for c in self._scheduler.caches]
+        """What each rank's prefix cache holds; one None before the group has formed."""
+        return [cache.log for cache in self._caches.by_rank] or [None]
 
     def flush_cache(self) -> tuple[int, int]:
         """Drops all cached blocks that nobody uses.
 
         Returns how many these were, and how many are left for prompts to find, since they are used.
         """
-        caches = [] if self._scheduler is None else self._scheduler.caches
+        caches = self._caches.by_rank
         num_dropped = sum(cache.pool.evict_all() for cache in caches)
         return num_dropped, sum(cache.num_named for cache in caches)
 
@@ -408,6 +412,7 @@ class Engine:
         begun = self._clock()
         info = await self._executors.form()
         self._check_model(info.model)
+        caches = self._caches.begin_epoch(info)
         scheduler = Scheduler(
             info.shape,
             self.waiting,
@@ -416,7 +421,8 @@ class Engine:
             clock=self._clock,
             on_end=self._on_end,
             measures=self.measures,
-            logs_blocks=self._logs_blocks,
+            caches=caches,
+            kv_ids=info.kv_ids,
         )
         self._info, self._scheduler = info, scheduler
         self.measures.costs.begin_epoch((info.model.fingerprint, info.shape))
@@ -435,9 +441,19 @@ class Engine:
             seconds_down=round(self._clock() - self.lost_time, 3),
             seconds_waiting=round(begun - self.lost_time, 3),
             seconds_forming=round(self._clock() - begun, 3),
+            **self._kept_tokens(info.kv_ids),
         )
         self.on_change()
         return scheduler
+
+    def _kept_tokens(self, kv_ids: Collection[str]) -> dict[str, int]:
+        """Returns how many tokens of the sequences that wait again ranks still have, and how many not."""
+        counts = {"kept_tokens": 0, "lost_tokens": 0}
+        for sequence in self.waiting:
+            is_kept = sequence.progress.has_kept_kv(kv_ids)
+            name = "kept_tokens" if is_kept else "lost_tokens"
+            counts[name] += sequence.progress.num_computed_tokens
+        return counts
 
     def _check_model(self, model: ServedModel) -> None:
         """Checks that what was begun before can go on.
@@ -463,6 +479,7 @@ class Engine:
         except Exception:
             log.exception("group_not_given_up", **self.ids())
             self.measures.faults["unexpected"] += 1
+            self._caches.drop()
             if scheduler is not None:
                 self._drop(scheduler)
 
@@ -500,6 +517,7 @@ class Engine:
             names = list(dict.fromkeys(sequence.request.request_id for sequence in lost))
             log.info("steps_lost", **self.ids(), requests=len(names), request_ids=names[:MAX_NAMED])
             guilty = [] if has_left else note_loss(lost, is_alone=is_alone)
+            self._salvage(scheduler, lost_steps)
             scheduler.abandon()
             if not has_left:
                 self.waiting.clear_bystanders(lost)
@@ -508,6 +526,17 @@ class Engine:
                 self._fail_request(sequence.request)
         if was_ready:
             self.on_change()
+
+    def _salvage(self, scheduler: Scheduler, lost_steps: Collection[InFlight]) -> None:
+        """Keeps what committed steps computed; nothing, if anything about it is in doubt."""
+        if not self._caches.by_rank:
+            return
+        try:
+            scheduler.salvage([step.plan for step in lost_steps])
+        except Exception:
+            log.exception("kv_not_kept", **self.ids())
+            self.measures.faults["unexpected"] += 1
+            self._caches.drop()
 
     def ids(self) -> dict[str, int]:
         """Returns what a log says of the moment; step_id is the earliest that is not back."""

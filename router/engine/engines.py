@@ -200,7 +200,7 @@ class Engines:
         """Moves what waits for a group that is down to groups that can step.
 
         What has not begun goes at once. What has begun stays for a while: the group that comes back
-        has as much to compute again as any other, and then all groups share the work.
+        may have most of it computed, and any other has to compute all of it.
         """
         loop = asyncio.get_running_loop()
         for engine in self._engines:

@@ -12,7 +12,7 @@ SequenceTable; before and after, they are here.
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -265,6 +265,13 @@ class Progress:
     num_preemptions: int = 0
     num_drafts: int = 0  # of its steps, that could have been accepted; up to date when not bound
     num_accepted_drafts: int = 0
+    # Of when its group was last lost, until it is bound again: tokens whose KV was there, and where.
+    num_computed_tokens: int = 0
+    kv_id: str = ""
+
+    def has_kept_kv(self, kv_ids: Collection[str]) -> bool:
+        """Whether it had KV that a rank of these still has."""
+        return self.num_computed_tokens > 0 and self.kv_id != "" and self.kv_id in kv_ids
 
 
 @dataclass(slots=True, eq=False)

@@ -425,6 +425,11 @@ def is_repeat_suspect(sequence: Sequence) -> bool:
     return sequence.num_clearings > FREE_CLEARINGS
 
 
+def is_last_suspect(sequence: Sequence) -> bool:
+    """Whether it was lost alone, so that it is failed the next time."""
+    return sequence.suspicion is not None and sequence.suspicion.num_losses_alone > 0
+
+
 def _is_isolated(sequence: Sequence) -> bool:
     """Whether it waits apart: it was lost more than once."""
     return sequence.suspicion is not None and sequence.suspicion.num_losses > 1

@@ -113,6 +113,26 @@ def by_rank(counts: Counts) -> list[RankCounts]:
     return [RankCounts(*rank) for rank in counts.T.tolist()]
 
 
+class KeptKV:
+    """Tokens of sequences that a loss had wait again: whose KV was computed before it.
+
+    Attributes:
+        num_found: Those whose KV the cache had as they were bound again.
+        num_again: Those that are computed again, by what became of the rank's executors: "kept", where
+            only blocks that were not full, or were taken by others since, are, and "lost".
+    """
+
+    def __init__(self) -> None:
+        self.num_found = 0
+        self.num_again = {"kept": 0, "lost": 0}
+
+    def add(self, num_computed: int, num_cached: int, *, is_kept: bool) -> None:
+        """Counts a sequence that is bound again."""
+        num_found = min(num_computed, num_cached)
+        self.num_found += num_found
+        self.num_again["kept" if is_kept else "lost"] += num_computed - num_found
+
+
 class EpochStats:
     """What an epoch's steps amounted to.
 
@@ -263,6 +283,7 @@ class GroupTotals:
         drafts: What came of drafts.
         decisions: Steps with prompts bound, by what was done about these, see Why.
         num_late_plans: See PlanLead; likewise the one that follows.
+        num_kept_tokens: See KeptKV; likewise the one that follows.
         step_cost: Coefficients of steps without drafts, see StepCost; likewise the two that follow.
         flows: By name; none where there is one only.
     """
@@ -284,6 +305,8 @@ class GroupTotals:
     decisions: dict[str, int]
     num_late_plans: int
     plan_lead_s: float
+    num_kept_tokens: int
+    num_recomputed_tokens: dict[str, int]
     step_cost: dict[str, float]
     step_margin: float
     step_error: float
@@ -305,9 +328,11 @@ class GroupMeasures:
         recovery_s: From the loss of an epoch to the next one's beginning.
         faults: See GroupTotals; likewise the one that follows.
         suspicions: Counted by who watches the executors.
+        kept_kv: What was computed before losses.
     """
 
     def __init__(self) -> None:
+        self.kept_kv = KeptKV()
         self.faults = Counter({"lied": 0, "unexpected": 0})
         self.suspicions = Counter[str]()
         self.times = StepTimes()
@@ -375,6 +400,8 @@ class GroupMeasures:
             decisions=dict(self.decisions),
             num_late_plans=self.lead.num_late,
             plan_lead_s=self.lead.seconds,
+            num_kept_tokens=self.kept_kv.num_found,
+            num_recomputed_tokens=dict(self.kept_kv.num_again),
             step_cost=self.costs.plain.coefficients(),
             step_margin=self.costs.plain.margin,
             step_error=self.costs.plain.error,

@@ -23,6 +23,7 @@ Until enough steps were timed (`step_cost`), the level is one of tokens and noth
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import chain
 
@@ -31,7 +32,7 @@ import numpy as np
 from protos.transport.errors import RpcError
 from router.errors import ConstraintFailed
 from router.requests.request import Int32Array, Listeners, Sequence
-from router.requests.waiting_queue import SequenceQueue
+from router.requests.waiting_queue import SequenceQueue, is_last_suspect
 from router.scheduling.columns import Mask
 from router.scheduling.commit import (
     NewTokens,
@@ -48,6 +49,7 @@ from router.scheduling.kv.prefix_cache import (
     extend_block_hashes,
 )
 from router.scheduling.kv.row_blocks import RowBlocks
+from router.scheduling.kv.salvage import salvage
 from router.scheduling.rank_choice import RankLoads, fill_level
 from router.scheduling.sequence_table import RowStatus, SequenceTable
 from router.scheduling.speculation import DraftCounts, DraftGate, Drafting, DraftSettings
@@ -86,7 +88,8 @@ class Scheduler:
         clock: The event loop's time, in seconds.
         on_end: Told of each bound sequence that ends, after its row has let go of it.
         measures: Gets the sequences' times.
-        logs_blocks: Whether somebody may ask what the prefix caches hold.
+        caches: [dp_size] prefix cache of each rank, with what the last epoch left in it; None: empty.
+        kv_ids: [dp_size] which KV each rank has, see GroupInfo; empty: it is in no later epoch.
 
     Attributes:
         caches: [dp_size] prefix cache of each rank.
@@ -104,7 +107,8 @@ class Scheduler:
         clock: Callable[[], float],
         on_end: Callable[[Sequence], None],
         measures: GroupMeasures | None = None,
-        logs_blocks: bool = False,
+        caches: list[PrefixCache] | None = None,
+        kv_ids: SequenceOf[str] = (),
     ) -> None:
         self.table = SequenceTable(
             dp_size=shape.dp_size,
@@ -113,10 +117,8 @@ class Scheduler:
             block_size=shape.block_size,
             kv_window=shape.kv_window,
         )
-        reach = self.table.window_reach if self.table.has_windows else None
-        self.caches = [
-            PrefixCache(num_blocks, reach, is_logged=logs_blocks) for num_blocks in shape.num_blocks
-        ]
+        self.caches = PrefixCache.of_group(shape) if caches is None else caches
+        self._kv_ids = kv_ids or [""] * shape.dp_size
         self.num_preemptions = [0] * shape.dp_size
         self.gate = DraftGate(settings)
         speculation = shape.speculation if self.gate.is_on else None
@@ -197,6 +199,18 @@ class Scheduler:
         sequence.error = error
         self._end(sequence)
         self._free_left_rows()
+
+    def salvage(self, lost: SequenceOf[StepPlan]) -> None:
+        """Leaves in the caches what a later epoch may find there. Call it before `abandon`.
+
+        Args:
+            lost: All steps that were handed out and not committed.
+        """
+        num_computed = salvage(self.table, self._blocks, self.caches, lost)
+        for row, sequence in enumerate(self.table.sequences):
+            if sequence is not None:
+                sequence.progress.num_computed_tokens = int(num_computed[row])
+                sequence.progress.kv_id = self._kv_ids[sequence.dp_rank]
 
     def abandon(self) -> None:
         """Returns every bound sequence to the waiting queue; the epoch is over."""
@@ -378,13 +392,16 @@ class Scheduler:
         return True
 
     def _wanted_blocks(self, sequence: Sequence) -> Wanted:
-        """Returns the blocks that it could share: all full ones but the last token's."""
+        """Returns the blocks that it could share: all full ones but the last token's.
+
+        None, where each prompt token is to be scored, or where KV may be what executors are lost by.
+        """
         hashes, tokens, block_size = sequence.block_hashes, sequence.tokens, self._shape.block_size
         salt, count = sequence.request.cache_salt, (len(tokens) - 1) // block_size
         if sequence.hashed_size != block_size:  # by another group
             hashes.clear()
             sequence.hashed_size = block_size
-        if sequence.needs_prompt_logprobs:
+        if sequence.needs_prompt_logprobs or is_last_suspect(sequence):
             count = 0
         else:
             extend_block_hashes(hashes, tokens, block_size, salt)
@@ -416,6 +433,10 @@ class Scheduler:
             cache.num_queried_tokens += sequence.num_prompt_tokens
             cache.num_hit_tokens += progress.num_cached_tokens
             self._measures.queue_s.observe(progress.start_time - sequence.request.arrival_time)
+        if progress.num_computed_tokens:
+            is_kept = progress.has_kept_kv(self._kv_ids)
+            self._measures.kept_kv.add(progress.num_computed_tokens, num_cached, is_kept=is_kept)
+            progress.num_computed_tokens = 0
         return row
 
     def _preempt_for(self, sequence: Sequence) -> None:

@@ -112,7 +112,8 @@ ROUTER: list[Metric[Snapshot]] = [
            "Output tokens that they came with."),
     Metric("kv_snapshots_total", "counter", ("reason",), lambda r: r.kv_snapshots,
            "Lists of all cached blocks that gateways were sent: as they subscribed (new), as a group "
-           "had formed or was lost (epoch), or in place of events that they were too slow for (slow)."),
+           "had formed with other ranks or pools (epoch), or in place of events that they were too slow "
+           "for (slow)."),
 ]
 # Under the names that endpoint pickers look for (the model server protocol of the Gateway API's
 # inference extension), which are vLLM's. There is none for LoRA.
@@ -210,6 +211,12 @@ GROUP_TOTALS: list[Metric[GroupTotals]] = [
            "Between two tokens of a sequence."),
     Metric("recovery_seconds", "histogram", (), lambda t: t.recovery_s,
            "From the loss of an epoch until the group had formed again."),
+    Metric("kept_tokens_total", "counter", (), lambda t: t.num_kept_tokens,
+           "Tokens of sequences that a loss had wait again, whose KV was still there when they went "
+           "on."),
+    Metric("recomputed_tokens_total", "counter", ("executor",), lambda t: t.num_recomputed_tokens,
+           "Those that had been computed and are again: where the rank lost an executor and its KV "
+           "(lost), and where not (kept), since they were in no full block or others took it meanwhile."),
 ]
 RANK_STATUS: list[Metric[pb.RankStatus]] = [
     Metric("running_sequences", "gauge", (), lambda r: r.num_running,

@@ -14,7 +14,7 @@ from router.scheduling.speculation import DraftCounts
 from tests.router.support.fake_executors import Poison
 from tests.router.support.stepper import make_shape
 from tests.router.support.virtual_clock import on_virtual_clock
-from tests.sim.world import World
+from tests.sim.world import World, break_at_random, check_blame
 
 NUM_CHAOS_SEEDS = int(os.environ.get("LOCKSTEP_SIM_SEEDS", "150"))
 NUM_WINDOW_SEEDS = int(os.environ.get("LOCKSTEP_SIM_SEEDS", "20"))
@@ -75,31 +75,6 @@ async def test_no_block_of_a_window_is_read_after_it_was_given_back(seed: int) -
     clients += [world.stream(first, 6) for first in (16, 22)]
     await world.run_clients(clients, break_at_random(world) if seed % 2 else None)
     check_blame(world)
-
-
-async def break_at_random(world: World) -> None:
-    """Ten times, an executor of some group dies or stands still."""
-    rng = world.rng
-    for _ in range(10):
-        await asyncio.sleep(rng.expovariate(2.0))
-        executors = rng.choice(world.groups).executors
-        down_s = rng.choice([0.0, rng.uniform(0, 5)])
-        if rng.random() < 0.6:
-            executors.kill(down_s)
-        else:
-            executors.hang(1.0, down_s)
-
-
-def check_blame(world: World) -> None:
-    """Who was failed kills, or was alone by accident each time that somebody else's fault struck."""
-    for request in world.failed:
-        num_alone = max(
-            group.executors.num_lost_alone[sequence] + other.executors.num_lost_alone[sequence]
-            for group in world.groups[:1]
-            for other in world.groups[-1:]
-            for sequence in request.sequences
-        )
-        assert request.request_id in world.poison or num_alone >= 2
 
 
 @pytest.mark.parametrize("position", [None, 0, 7])

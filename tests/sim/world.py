@@ -346,3 +346,28 @@ class World:
                 assert size in sizes.get(runner, decode_sizes)
                 assert runner in (*sizes, "decode", "verify")
                 assert bool(miss) == (runner == "eager")
+
+
+async def break_at_random(world: World) -> None:
+    """Ten times, an executor of some group dies or stands still."""
+    rng = world.rng
+    for _ in range(10):
+        await asyncio.sleep(rng.expovariate(2.0))
+        executors = rng.choice(world.groups).executors
+        down_s = rng.choice([0.0, rng.uniform(0, 5)])
+        if rng.random() < 0.6:
+            executors.kill(down_s)
+        else:
+            executors.hang(1.0, down_s)
+
+
+def check_blame(world: World) -> None:
+    """Who was failed kills, or was alone by accident each time that somebody else's fault struck."""
+    for request in world.failed:
+        num_alone = max(
+            group.executors.num_lost_alone[sequence] + other.executors.num_lost_alone[sequence]
+            for group in world.groups[:1]
+            for other in world.groups[-1:]
+            for sequence in request.sequences
+        )
+        assert request.request_id in world.poison or num_alone >= 2

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 BlockIds = npt.NDArray[np.int32]
 Counts = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 NO_BLOCKS: BlockIds = np.zeros(0, dtype=np.int32)
 
 SCRATCH_BLOCK = 0  # padded rows read and write here; never handed out
@@ -116,6 +117,12 @@ class BlockPool:
         """Makes used blocks go to the cache, not to the free ones, when they are released."""
         assert self._ref_counts[block_ids].all()
         self._is_kept[block_ids] = True
+
+    def give_up(self, is_void: Mask) -> BlockIds:
+        """Has blocks of a mask, which are used, not be kept. Returns those that were."""
+        kept = np.flatnonzero(self._is_kept & is_void).astype(np.int32)
+        self._is_kept[kept] = False
+        return kept
 
     def discard(self, block_ids: BlockIds) -> None:
         """Makes kept blocks hold nothing reusable: cached ones are free at once."""

@@ -14,8 +14,9 @@ import numpy as np
 
 from router.requests.request import Int32Array
 from router.scheduling.kv.block_log import BlockLog
-from router.scheduling.kv.block_pool import NO_BLOCKS, BlockIds, BlockPool
+from router.scheduling.kv.block_pool import NO_BLOCKS, BlockIds, BlockPool, Mask
 from router.scheduling.kv.tails import Tail, Tails
+from router.scheduling.step import GroupShape, window_reach
 
 BlockHash = bytes
 
@@ -118,6 +119,12 @@ class PrefixCache:
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
+    @classmethod
+    def of_group(cls, shape: GroupShape, *, is_logged: bool = False) -> "list[PrefixCache]":
+        """Returns an empty cache for each rank."""
+        reach = window_reach(shape.kv_window, shape.block_size) if shape.kv_window else None
+        return [cls(num_blocks, reach, is_logged=is_logged) for num_blocks in shape.num_blocks]
+
     @property
     def hit_rate(self) -> float:
         """Share of the prompt tokens of all sequences that was found here, 0 to 1."""
@@ -201,6 +208,18 @@ class PrefixCache:
         for name, block_id in zip(hashes, ids, strict=True):
             hash_of[block_id] = name
         return is_owner
+
+    def is_missing(self, name: BlockHash) -> bool:
+        """Whether no block has this name."""
+        return name not in self._block_of
+
+    def unname(self, is_void: Mask) -> None:
+        """Takes the names of used blocks, as far as they have any: nobody finds these any more.
+
+        Args:
+            is_void: bool [num_blocks].
+        """
+        self._forget(self.pool.give_up(is_void))
 
     @property
     def num_named(self) -> int:

@@ -23,7 +23,7 @@ from router.requests.request import Int32Array
 from router.scheduling.columns import Mask, Rows, offsets, spread
 from router.scheduling.kv.block_log import BlockRun
 from router.scheduling.kv.block_pool import BlockIds, BlockPools
-from router.scheduling.kv.prefix_cache import WINDOW, PrefixCache, extend_block_hashes
+from router.scheduling.kv.prefix_cache import WINDOW, BlockHash, PrefixCache, extend_block_hashes
 from router.scheduling.kv.tails import Tail
 from router.scheduling.sequence_table import RowStatus, SequenceTable
 from router.scheduling.step import StepPlan
@@ -196,6 +196,10 @@ class RowBlocks:
         others are worth nothing.
         """
         self.name(row)
+        self.drop(row)
+
+    def drop(self, row: int) -> None:
+        """Drops the row's references, without a name more than there are."""
         pool = self.pools[self._table.rank_of(row)]
         pool.release(self._table.blocks_of(row))
         if self._table.has_windows:
@@ -241,9 +245,9 @@ class RowBlocks:
     def name(self, row: int) -> None:
         """Lets others find the full blocks of a row whose tokens are known and handed out.
 
-        A step in flight may still compute the last known token's keys and values; a sequence that
-        finds its block runs after that step. Drafts lie behind it, in slots that are written again
-        before they are read.
+        A step in flight may still compute them; a sequence that finds a block runs after that step.
+        Drafts lie behind it, in slots that are written again before they are read. If the step is
+        lost instead, salvage.py takes the names back.
         """
         table = self._table
         sequence = table.sequences[row]
@@ -253,24 +257,50 @@ class RowBlocks:
         first, end = int(table.num_named_blocks[row]), num_known // table.block_size
         if first == end:
             return
-        hashes = sequence.block_hashes
-        if len(hashes) < end:
-            tokens, salt = table.tokens.of(row)[:num_known], sequence.request.cache_salt
-            extend_block_hashes(hashes, tokens, table.block_size, salt)
+        self._name(row, self._hashes_of(row, end), first, end)
+        table.num_named_blocks[row] = end
+
+    def _hashes_of(self, row: int, end: int) -> list[BlockHash]:
+        """Returns the names of a row's blocks, at least of those before ``end``."""
+        table = self._table
+        sequence = table.bound(row)
+        if len(sequence.block_hashes) < end:
+            tokens, salt = table.tokens.of(row), sequence.request.cache_salt
+            tokens = tokens[: end * table.block_size]
+            extend_block_hashes(sequence.block_hashes, tokens, table.block_size, salt)
+        return sequence.block_hashes
+
+    def _name(self, row: int, hashes: list[BlockHash], first: int, end: int) -> None:
+        """Names a row's blocks from ``first`` to before ``end``, in both lists."""
+        table = self._table
         cache, block_ids = self._caches[table.rank_of(row)], table.block_table[row, first:end]
         is_new = cache.insert(hashes[first:end], block_ids)
         if cache.log is not None:
-            salt, size = sequence.request.cache_salt, table.block_size
+            salt, size = table.bound(row).request.cache_salt, table.block_size
             names = hashes[first - 1 : end] if first else [salt, *hashes[:end]]
             tokens = table.tokens.of(row)[first * size : end * size].copy().reshape(-1, size)
             run = BlockRun(salt, first, names, block_ids.copy(), tokens)
             for part in (run,) if is_new is None else run.parts(is_new):
                 cache.log.store(part)
         if table.has_windows:
-            held = max(first, int(table.num_past_blocks[row]))
-            names = [name + WINDOW for name in hashes[held:end]]
-            cache.insert(names, table.window_block_table[row, held:end])
-        table.num_named_blocks[row] = end
+            self._name_windows(row, hashes, first, end)
+
+    def _name_windows(self, row: int, hashes: list[BlockHash], first: int, end: int) -> None:
+        table = self._table
+        held = max(first, int(table.num_past_blocks[row]))
+        names = [name + WINDOW for name in hashes[held:end]]
+        cache = self._caches[table.rank_of(row)]
+        cache.insert(names, table.window_block_table[row, held:end])
+
+    def name_missing(self, row: int, end: int) -> None:
+        """Names those of a row's blocks before ``end`` whose names no block has."""
+        hashes, cache = self._hashes_of(row, end), self._caches[self._table.rank_of(row)]
+        is_missing = np.array([False, *map(cache.is_missing, hashes[:end]), False])
+        edges = np.flatnonzero(is_missing[1:] != is_missing[:-1]).tolist()
+        for start, stop in zip(edges[::2], edges[1::2], strict=True):
+            self._name(row, hashes, start, stop)
+        if self._table.has_windows:
+            self._name_windows(row, hashes, 0, end)
 
     def leave(self, row: int) -> None:
         """Lets others find the full blocks of a row whose sequence ends; they need no names for it."""

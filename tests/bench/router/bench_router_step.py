@@ -51,6 +51,7 @@ from router.requests.request import (
 )
 from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.counters import EpochStats, StepTimes
+from router.scheduling.kv.prefix_cache import PrefixCache
 from router.scheduling.scheduler import Scheduler, SchedulerSettings
 from router.scheduling.step import (
     GroupShape,
@@ -121,7 +122,7 @@ class Bench:
             SchedulerSettings(),
             clock=lambda: self.now,
             on_end=self._on_end,
-            logs_blocks=num_subscribers >= 0,
+            caches=PrefixCache.of_group(self.shape, is_logged=num_subscribers >= 0),
         )
         self._feed = BlockFeed(lambda: [cache.log for cache in self.scheduler.caches], Counter())
         self._loop = asyncio.new_event_loop()

@@ -127,7 +127,9 @@ def act(epochs: list[Stepper], rng: random.Random) -> None:
         case "rare" if rng.random() < 0.5:
             for cache in world.scheduler.caches:
                 cache.pool.evict_all()
-        case "rare" if rng.random() < 0.3:
+        case "rare" if rng.random() < 0.5:
+            world.lose()
+        case "rare" if rng.random() < 0.6:
             world.scheduler.abandon()
             after = Stepper(world.shape, logs_blocks=True)
             for sequence in [*world.admission]:

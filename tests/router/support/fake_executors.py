@@ -1,9 +1,11 @@
 """Groups of executors that are numbers in memory (fake_rank.py), on a virtual device.
 
-They die and hang when a test says so, and of poison: requests that no step survives.
+They die and hang when a test says so, and of poison: requests that no step survives. The rank that
+died begins with nothing in its KV; the others keep theirs, as far as answered steps wrote it.
 """
 
 import asyncio
+import itertools
 import math
 import random
 from collections import Counter, deque
@@ -28,6 +30,10 @@ from router.scheduling.step import (
     StepResult,
 )
 from tests.router.support.fake_rank import EOS, VOCAB_SIZE, FakeRank, Ran
+
+DEAD_SHARE = 0.6  # of losses, in which a process is lost and its KV with it
+
+_NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -114,10 +120,17 @@ class FakeExecutors:
         self._pending: deque[Pending] = deque()
         self._is_followed: bool | None = None  # by the draft model, as its first plain step said
         self._ranks: list[FakeRank] = []
+        self._dead: set[int] = set()
+        self._kv_ids = [self._new_kv_id() for _ in range(shape.dp_size)]
         self._loss: asyncio.Future[None] | None = None
 
+    def _new_kv_id(self) -> str:
+        return f"kv{next(_NUMBERS)}"
+
     def kill(self, down_s: float) -> None:
-        """Ends an executor now, and starts it again after a while."""
+        """Ends an executor now, and starts it again after a while; or its connection only."""
+        if self._rng.random() < DEAD_SHARE:
+            self._dead.add(self._rng.randrange(self.shape.dp_size))
         now = asyncio.get_running_loop().time()
         self._up_time = max(self._up_time, now + down_s)
         if self._loss is not None and not self._loss.done():
@@ -148,7 +161,7 @@ class FakeExecutors:
         self._pending.clear()
         self._device_time = 0.0
         self._loss = asyncio.get_running_loop().create_future()
-        self._ranks = FakeRank.of_group(self.shape, acceptance=self._acceptance, rng=self._drafts)
+        self._restart_dead()
         model = ServedModel(
             name="fake",
             architecture="Fake",
@@ -157,8 +170,31 @@ class FakeExecutors:
             max_model_len=self.shape.max_model_len,
             eos_token_ids=(EOS,),
         )
-        addresses = tuple(f"fake:{rank}" for rank in range(self.shape.dp_size))
-        return GroupInfo(epoch=self.num_epochs, model=model, shape=self.shape, addresses=addresses)
+        return GroupInfo(
+            epoch=self.num_epochs,
+            model=model,
+            shape=self.shape,
+            addresses=tuple(f"fake:{rank}" for rank in range(self.shape.dp_size)),
+            kv_ids=tuple(self._kv_ids),
+        )
+
+    def _restart_dead(self) -> None:
+        """Begins an epoch on every rank: with nothing in its KV where an executor died."""
+        if not self._ranks:
+            self._ranks = FakeRank.of_group(
+                self.shape, acceptance=self._acceptance, rng=self._drafts
+            )
+        for rank in self._dead:
+            self._kv_ids[rank] = self._new_kv_id()
+            self._ranks[rank] = FakeRank.empty(
+                self.shape,
+                self.shape.num_blocks[rank],
+                acceptance=self._acceptance,
+                rng=self._drafts,
+            )
+        self._dead.clear()
+        for rank in self._ranks:
+            rank.begin_epoch()
 
     def send(self, step: InFlight) -> None:
         try:

@@ -14,6 +14,8 @@ that it reads may be given to others.
 
 With a draft model, a random number of drafts is accepted, and what a real executor writes into a
 row's blocks for those that are not, and ahead of its tokens, is written here as well.
+
+Numbers outlive an epoch as KV does, but for those that steps wrote which were never answered.
 """
 
 import random
@@ -31,6 +33,7 @@ from router.scheduling.step import NO_FLOATS, NO_INTS, Agreement, GroupShape, Ra
 VOCAB_SIZE = 50
 EOS = 0
 MAX_DEPTH = 3  # steps in flight in any test
+RUBBISH = -(1 << 40)
 
 
 def extend_kv(before: int, token: int) -> int:
@@ -114,6 +117,7 @@ class FakeRank:
         rng: Of the draft model alone.
         ran: What the last step computed.
         reads: Of each step that is not answered, what it read for windowed layers.
+        writes: Of each of these, the places in `kv` that it wrote.
     """
 
     shape: GroupShape
@@ -123,14 +127,25 @@ class FakeRank:
     rows: dict[int, Row] = field(default_factory=dict)
     ran: list[Ran] = field(default_factory=list)
     reads: deque[list[Read]] = field(default_factory=deque)
+    writes: deque[set[tuple[int, int]]] = field(default_factory=deque)
 
     @classmethod
     def of_group(cls, shape: GroupShape, **fields: object) -> list["FakeRank"]:
         """Returns every rank of a group, with nothing in its KV."""
-        return [
-            cls(shape, np.full((num_blocks, shape.block_size), -1, np.int64), **fields)  # type: ignore[arg-type]
-            for num_blocks in shape.num_blocks
-        ]
+        return [cls.empty(shape, num_blocks, **fields) for num_blocks in shape.num_blocks]
+
+    @classmethod
+    def empty(cls, shape: GroupShape, num_blocks: int, **fields: object) -> "FakeRank":
+        """Returns a rank with nothing in its KV."""
+        return cls(shape, np.full((num_blocks, shape.block_size), -1, np.int64), **fields)  # type: ignore[arg-type]
+
+    def begin_epoch(self) -> None:
+        """Forgets its rows, and keeps its KV but for rubbish where steps wrote that are lost."""
+        for block, offset in set().union(*self.writes):
+            self.kv[block, offset] = RUBBISH - block * self.shape.block_size - offset
+        self.rows.clear()
+        self.reads.clear()
+        self.writes.clear()
 
     def run(self, batch: RankBatch, agreement: Agreement) -> RankResult:
         shape, width = self.shape, agreement.num_draft_tokens
@@ -156,6 +171,7 @@ class FakeRank:
         gains: list[list[int]] = []
         self.ran = []
         self.reads.append([])
+        self.writes.append(set())
         for i, number in enumerate(batch.rows.tolist()):
             row, count = self.rows[number], int(num_tokens[i])
             has_begun = len(row.blocks) > 0
@@ -186,6 +202,7 @@ class FakeRank:
 
     def answered(self) -> None:
         """Notes that the earliest step is back: all that it read was there until now."""
+        self.writes.popleft()
         for blocks, offset, held in self.reads.popleft():
             still_held = self.kv[blocks].reshape(-1)[offset:][: len(held)].tolist()
             assert still_held == held, "given back before its answer"
@@ -284,10 +301,13 @@ class FakeRank:
             self._write(row, position, -2 - position)
 
     def _write(self, row: Row, position: int, held: int) -> None:
-        block, offset = divmod(position, self.shape.block_size)
-        self.kv[row.blocks[block], offset] = held
+        column, offset = divmod(position, self.shape.block_size)
+        written = self.writes[-1]
+        written.add((row.blocks[column], offset))
+        self.kv[row.blocks[column], offset] = held
         if self.shape.kv_window:
-            self.kv[row.window_blocks[block], offset] = window_kv(held)
+            written.add((row.window_blocks[column], offset))
+            self.kv[row.window_blocks[column], offset] = window_kv(held)
 
     def _held(self, row: Row, position: int) -> int:
         """What a position holds; 0 before the first."""

@@ -10,6 +10,7 @@ import numpy as np
 from router.requests.request import Listeners, Request, Sequence
 from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.counters import GroupMeasures
+from router.scheduling.kv.prefix_cache import PrefixCache
 from router.scheduling.scheduler import Scheduler, SchedulerSettings
 from router.scheduling.sequence_table import RowStatus
 from router.scheduling.speculation import DraftCounts
@@ -49,7 +50,8 @@ class Stepper:
 
     Args:
         acceptance: Share of drafts that are accepted if those before them are.
-        drafts, logs_blocks: See Scheduler.
+        logs_blocks: Whether somebody asks what the prefix caches hold.
+        settings: See SchedulerSettings.
 
     Attributes:
         ended: Sequences that ended, in order.
@@ -66,7 +68,6 @@ class Stepper:
         **settings: Any,
     ) -> None:
         self.shape = shape
-        self._logs_blocks = logs_blocks
         self.admission = WaitingQueue(max_sequences=1000, max_tokens=100_000)
         self.listeners = Listeners(max_listeners=4)
         self.listener = self.listeners.open()
@@ -74,12 +75,12 @@ class Stepper:
         self.now = 0.0
         self.measures = GroupMeasures()
         self._settings = SchedulerSettings(**{"min_chunk_tokens": 1, **settings})
-        self.begin_epoch()
+        self.begin_epoch(PrefixCache.of_group(shape, is_logged=logs_blocks))
         self.ranks = FakeRank.of_group(shape, acceptance=acceptance)
         self._numbers = itertools.count(1)
 
-    def begin_epoch(self) -> None:
-        """Makes a scheduler, as for a group that has formed: nothing is bound, cached or in flight."""
+    def begin_epoch(self, caches: list[PrefixCache]) -> None:
+        """Makes a scheduler, as for a group that has formed: nothing is bound or in flight."""
         self.scheduler = Scheduler(
             self.shape,
             self.admission,
@@ -88,11 +89,20 @@ class Stepper:
             clock=lambda: self.now,
             on_end=self.ended.append,
             measures=self.measures,
-            logs_blocks=self._logs_blocks,
+            caches=caches,
+            kv_ids=[f"kv{rank}" for rank in range(self.shape.dp_size)],
         )
         self.table = self.scheduler.table
         self.in_flight: deque[StepPlan] = deque()
         self.results: deque[Any] = deque()
+
+    def lose(self) -> None:
+        """Loses the steps in flight, and begins an epoch with what the ranks keep."""
+        self.scheduler.salvage(self.in_flight)
+        self.scheduler.abandon()
+        for rank in self.ranks:
+            rank.begin_epoch()
+        self.begin_epoch(self.scheduler.caches)
 
     def submit(
         self,

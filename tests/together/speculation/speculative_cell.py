@@ -166,10 +166,9 @@ class Router(Stepper):
         return super().commit()
 
     def lose(self) -> None:
-        """Loses an executor: what is in flight is not answered, and the group forms again."""
-        self.scheduler.abandon()
+        """Loses the steps in flight, and the group forms again: executors keep their KV."""
+        super().lose()
         self._cell.join()
-        self.begin_epoch()
 
     def before_step(self, plan: StepPlan) -> None:
         """Called between planning a step and running it."""

@@ -1,0 +1,157 @@
+"""If these fail, a block outlives an epoch whose positions were not all computed, or one that was is lost."""
+
+import random
+
+import pytest
+
+from router.requests.request import Request, Suspicion
+from tests.router.support.stepper import (
+    CHAIN,
+    Stepper,
+    assert_right,
+    draft_stepper,
+    finish,
+    make_shape,
+)
+
+PROMPT = list(range(1, 18))  # four blocks of four tokens, and one token more
+
+
+def named(world: Stepper) -> int:
+    """Blocks that a sequence could find."""
+    return sum(cache.num_named for cache in world.scheduler.caches)
+
+
+def test_what_committed_steps_computed_is_found_and_the_rest_runs_again() -> None:
+    world = Stepper(make_shape())
+    request = world.submit(PROMPT, max_tokens=20)
+    for _ in range(8):
+        world.step()
+    world.plan()
+    world.lose()
+    [sequence] = request.sequences
+    assert (sequence.num_output_tokens, sequence.progress.num_computed_tokens) == (8, 24)
+    assert named(world) == 6
+    assert [b.tolist() for b in [world.step().batches[0].token_ids]] == [
+        sequence.tokens[24:25].tolist()
+    ]
+    finish(world, request)
+    assert world.measures.kept_kv.num_found == 24
+    assert world.measures.kept_kv.num_again == {"kept": 0, "lost": 0}
+
+
+@pytest.mark.parametrize(("num_committed", "num_named"), [(0, 0), (1, 2), (2, 4)])
+def test_of_a_prompt_in_chunks_those_that_were_answered_are_found(
+    num_committed: int, num_named: int
+) -> None:
+    world = Stepper(make_shape(max_num_batched_tokens=8))
+    request = world.submit(PROMPT)
+    for number in range(2):
+        world.plan()
+        if number < num_committed:
+            world.commit()
+    assert named(world) == 4
+    world.lose()
+    assert named(world) == num_named
+    assert request.sequences[0].progress.num_computed_tokens == 4 * num_named
+    finish(world, request)
+
+
+def test_what_was_built_on_a_lost_step_is_lost_with_it() -> None:
+    """One finds blocks of another while the step that computes them is in flight."""
+    world = Stepper(make_shape(max_num_batched_tokens=8))
+    first = world.submit(PROMPT)
+    world.step()
+    world.plan()
+    other = world.submit([*PROMPT, 1, 2, 3])
+    world.plan()
+    assert other.sequences[0].table is not None
+    assert named(world) == 5
+    world.lose()
+    assert named(world) == 2
+    assert [s.progress.num_computed_tokens for r in (first, other) for s in r.sequences] == [8, 8]
+    finish(world, first, other)
+
+
+def test_a_block_that_was_computed_gets_the_name_that_a_lost_one_had() -> None:
+    """A prompt is named as it is handed out, an output only as it ends."""
+    world = Stepper(make_shape())
+    first = world.submit(PROMPT, max_tokens=20)
+    for _ in range(9):
+        world.step()
+    assert named(world) == 4
+    other = world.submit(first.sequences[0].tokens[: first.sequences[0].num_tokens].tolist())
+    world.plan()
+    assert named(world) == 6
+    assert other.sequences[0].table is not None
+    world.lose()
+    assert [s.progress.num_computed_tokens for r in (first, other) for s in r.sequences] == [25, 16]
+    assert named(world) == 6
+    finish(world, first, other)
+
+
+def test_a_sequence_that_has_ended_keeps_what_was_committed_of_it() -> None:
+    world = Stepper(make_shape())
+    request = world.submit(PROMPT, max_tokens=8)
+    for _ in range(4):
+        world.plan()
+        if len(world.in_flight) == 2:
+            world.commit()
+    world.scheduler.fail(request.sequences[0], ValueError())  # type: ignore[arg-type]
+    assert world.in_flight
+    world.lose()
+    assert named(world) == (17 + 3 - 1) // 4
+    world.check_idle()
+
+
+def test_drafts_that_are_not_answered_name_nothing() -> None:
+    world = draft_stepper()
+    request = world.submit(PROMPT, max_tokens=20)
+    for _ in range(3):
+        world.step()
+    num_tokens = request.sequences[0].num_tokens
+    assert num_tokens > 20
+    for _ in range(2):
+        world.plan()
+    world.lose()
+    assert request.sequences[0].progress.num_computed_tokens == num_tokens - 1
+    assert named(world) == (num_tokens - 1) // 4
+    finish(world, request)
+
+
+def test_who_is_about_to_be_taken_for_the_cause_of_losses_is_computed_anew() -> None:
+    world = Stepper(make_shape())
+    request = world.submit(PROMPT, max_tokens=8)
+    world.step()
+    world.lose()
+    request.sequences[0].suspicion = Suspicion(num_losses=1, num_losses_alone=1)
+    assert world.step().batches[0].num_computed_tokens.tolist() == [0]
+    finish(world, request)
+    assert world.measures.kept_kv.num_again == {"kept": 17, "lost": 0}
+
+
+@pytest.mark.parametrize("kv_window", [0, 5, 9])
+@pytest.mark.parametrize("is_drafting", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_losses_at_any_moment_change_no_token(seed: int, is_drafting: bool, kv_window: int) -> None:
+    rng = random.Random(seed)
+    speculation = CHAIN if is_drafting else None
+    shape = make_shape(dp_size=2, num_blocks=45, kv_window=kv_window, speculation=speculation)
+    world = Stepper(shape, acceptance=0.6, min_tokens_per_draft_step=1)
+    shared = [rng.randint(1, 49) for _ in range(12)]
+    requests: list[Request] = []
+    for _ in range(150):
+        match rng.choice(["submit", "plan", "plan", "plan", "commit", "commit", "lose"]):
+            case "submit" if len(requests) < 24:
+                prompt = [*shared[: rng.randint(1, 12)], rng.randint(1, 49)]
+                requests.append(world.submit(prompt, max_tokens=rng.randint(1, 24)))
+            case "plan" if len(world.in_flight) < 3:
+                world.plan()
+            case "commit" if world.in_flight:
+                world.commit()
+            case "lose" if rng.random() < 0.3:
+                world.lose()
+        world.check()
+    finish(world, *requests)
+    assert_right(*requests)
+    assert world.measures.kept_kv.num_found > 0
