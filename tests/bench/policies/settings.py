@@ -21,7 +21,28 @@ LOCKSTEP_SWEEP: Builds = {
         max_token_gap_ms=float(factor * target),
         first_token_weight=NO_HOLD,
     )
-    for target in (15, 18, 21, 22, 23, 25, 27, 30, 35, 38, 40, 50, 75, 100, 150, 200, 300, 400)
+    for target in (
+        15,
+        18,
+        21,
+        22,
+        23,
+        25,
+        27,
+        30,
+        35,
+        38,
+        40,
+        50,
+        75,
+        100,
+        115,
+        125,
+        150,
+        200,
+        300,
+        400,
+    )
     for factor in (1, 4)
     if factor * target <= 800
 }
