@@ -6,15 +6,12 @@ reads its settings in time.
 
 import asyncio
 import gc
-import importlib
-import inspect
 import os
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -30,7 +27,6 @@ if TYPE_CHECKING:
 
 log = structlog.stdlib.get_logger(__name__)
 
-META_KERNELS = "torch._meta_registrations"
 STUCK = 3  # exit code
 FAREWELL_S = 1.0  # for a router to ask why its stream ended, which gRPC may not have passed on
 STOP_GRACE_S = 0.5  # for calls that no step holds up, such as a Watch of the health service
@@ -59,7 +55,7 @@ def main(config: ExecutorConfig) -> None:
 
 async def serve(config: ExecutorConfig) -> int:
     """Serves until SIGTERM or SIGINT; a second one ends it at once. Returns the exit code."""
-    with _uncollected(), _without_meta_kernels(), _without_modules_of_frames():
+    with _uncollected():
         from executor.parallel.rendezvous import StorePort
         from executor.server import ExecutorServicer
 
@@ -198,51 +194,6 @@ def _uncollected() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-class _Later(ModuleType):
-    """A module that is imported when somebody asks it for something."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # as who looks through all modules does
-            raise AttributeError(name)
-        if sys.modules.get(self.__name__) is self:
-            del sys.modules[self.__name__]
-        return getattr(importlib.import_module(self.__name__), name)
-
-
-@contextmanager
-def _without_meta_kernels() -> Iterator[None]:
-    """Has PyTorch's import leave out its kernels for tensors that only have sizes.
-
-    Tracing takes them, which nothing here does, and they are a fifth of the time of that import. Who
-    makes such tensors imports them (executor/build/keeping.py).
-    """
-    later = _Later(META_KERNELS)
-    sys.modules.setdefault(META_KERNELS, later)
-    try:
-        yield
-    finally:
-        if sys.modules.get(META_KERNELS) is later:
-            del sys.modules[META_KERNELS]
-
-
-@contextmanager
-def _without_modules_of_frames() -> Iterator[None]:
-    """Has the lines of source that PyTorch's import notes of its callers be read by their files' names.
-
-    To find a frame's module, inspect resolves the paths of all modules that are there, which is a tenth
-    of the time of that import.
-    """
-
-    def getmodule(object: object, _filename: str | None = None) -> ModuleType | None:
-        return None if inspect.isframe(object) else found(object, _filename)
-
-    found, inspect.getmodule = inspect.getmodule, getmodule
-    try:
-        yield
-    finally:
-        inspect.getmodule = found
 
 
 def _keep_in(peer_host: str | None) -> None:

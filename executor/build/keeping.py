@@ -1,6 +1,5 @@
 """Quantised weights: what stays as a checkpoint stores it, by settings, device and sizes, and its bytes."""
 
-import importlib
 import re
 from pathlib import Path
 
@@ -143,7 +142,6 @@ def weight_bytes(blueprint: Blueprint, keeping: Keeping) -> int:
 
 def sizes_only(blueprint: Blueprint, keeping: Keeping = DEQUANTISED) -> Model:
     """Returns the target on the meta device."""
-    importlib.import_module("torch._meta_registrations")  # which the program's start leaves out
     draft = blueprint.draft
     return new_model(
         blueprint.model,
