@@ -77,7 +77,8 @@ class RankLoads:
         self._prompts = prompts
         self._num_decodes = np.array(num_decodes)
         self._limits = np.minimum(chunk, shape.max_num_batched_tokens - self._num_decodes)
-        self._kv_work = KV_STEPS * prices.kv / prices.token * shape.block_size
+        # At most what it takes to run them: a price of a token may be learnt as next to nothing.
+        self._kv_work = min(1.0, KV_STEPS * prices.kv / prices.token) * shape.block_size
         self._num_left = np.zeros(shape.dp_size, dtype=np.int64)
         self._num_promised_blocks = np.zeros(shape.dp_size, dtype=np.int64)
         for rank, of_rank in enumerate(prompts):
@@ -86,13 +87,22 @@ class RankLoads:
         self._work, self._room = self._look()
         self.is_stuck = False
 
-    def pick(self, turn: Turn, num_tokens: int, cached: SequenceOf[CachedPrefix]) -> int | None:
+    def pick(
+        self,
+        turn: Turn,
+        num_tokens: int,
+        cached: SequenceOf[CachedPrefix],
+        *,
+        goes_on: bool = False,
+    ) -> int | None:
         """Picks the rank on which a sequence has its first token soonest.
 
         Args:
             turn: Its place in the line.
             num_tokens: Known tokens of the sequence.
             cached: [dp_size] its prefix in each rank's cache.
+            goes_on: Whether it has output: after a loss many do at once, and what one computes again
+                holds up all the others, so it counts twice.
 
         Returns:
             The rank; None if there is none that has a row, place in its pool, and time to run
@@ -105,7 +115,7 @@ class RankLoads:
             work = work.copy()
             for rank in hits:
                 num_taken[rank] = self._num_taken(rank, num_tokens, cached[rank])
-                work[rank] -= len(cached[rank].blocks) * block_size
+                work[rank] -= (1 + goes_on) * len(cached[rank].blocks) * block_size
         fits = num_taken <= self._room
         self.is_stuck = not np.count_nonzero(fits)
         behind = np.zeros(len(work), dtype=np.int64)

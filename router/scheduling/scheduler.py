@@ -384,7 +384,8 @@ class Scheduler:
         num_tokens = len(sequence.tokens)  # once bound, its tokens are a whole row
         wanted = self._wanted_blocks(sequence)
         cached = [cache.find(wanted) for cache in self.caches]
-        rank = loads.pick(self._turn(sequence), num_tokens, cached)
+        goes_on = sequence.num_output_tokens > 0
+        rank = loads.pick(self._turn(sequence), num_tokens, cached, goes_on=goes_on)
         if rank is None:
             return False
         row = self._bind(self._waiting.pop(), rank, cached[rank])
