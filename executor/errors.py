@@ -14,6 +14,7 @@ RpcError               what the router sees
 ├── StaleEpoch         FAILED_PRECONDITION  a newer epoch has been seen
 ├── InvalidEpoch       INVALID_ARGUMENT     the epoch is one that no router has got to
 ├── InvalidRendezvous  INVALID_ARGUMENT     a secret that can be guessed, or a store of no member
+├── InvalidPlacement   INVALID_ARGUMENT     this executor cannot stand there
 ├── NotJoined          FAILED_PRECONDITION  no Join has succeeded
 ├── StreamHeld         FAILED_PRECONDITION  another Step stream is open
 ├── StepOutOfOrder     FAILED_PRECONDITION  a step was skipped or sent twice
@@ -67,6 +68,11 @@ class InvalidEpoch(RpcError):
 class InvalidRendezvous(RpcError):
     code = StatusCode.INVALID_ARGUMENT
     reason = "INVALID_RENDEZVOUS"
+
+
+class InvalidPlacement(RpcError):
+    code = StatusCode.INVALID_ARGUMENT
+    reason = "INVALID_PLACEMENT"
 
 
 class NotJoined(RpcError):

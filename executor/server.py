@@ -32,6 +32,7 @@ import structlog
 from grpc_health.v1 import health_pb2_grpc
 
 from executor.errors import (
+    InvalidPlacement,
     InvalidRendezvous,
     JoinFailed,
     NotJoined,
@@ -81,6 +82,9 @@ SERVER_OPTIONS = [
     # A router asks every 2 s whether this process is there, as the last line behind beats.
     ("grpc.http2.min_ping_interval_without_data_ms", 1000),
 ]
+NOT_ELASTIC = InvalidPlacement(
+    "this executor's place is set where it was started", field="placement"
+)
 STEP = f"/{SERVICE}/Step"  # its first message comes when there is something to do
 
 
@@ -368,6 +372,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinResponse:
         async with abort_on_error(context):
             worker = self._loaded_worker()
+            if request.HasField("placement"):
+                raise NOT_ELASTIC
             if worker.has_peers:
                 _check_rendezvous(request)
             self._epochs.join(request.epoch)
@@ -406,6 +412,13 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             self._loaded_worker()
             await self._beats.attend(requests, context)
             self._loaded_worker()  # says so if this process stops
+
+    async def Stage(  # type: ignore[override]
+        self, request: pb.StageRequest, context: Context
+    ) -> None:
+        async with abort_on_error(context):
+            self._loaded_worker()
+            raise NOT_ELASTIC
 
     # A coroutine that writes to the context, not a generator: when its call is cancelled, a
     # generator would stay suspended at its yield and hold the stream until collected.

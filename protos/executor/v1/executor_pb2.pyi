@@ -18,6 +18,10 @@ what a step says. A group is formed, and formed again after any failure, in the 
 
 Beside that, an Attend stream to each executor carries beats both ways for as long as both live.
 
+An executor stands where its settings say, or, if it is elastic, where each Join places it: the
+router chooses ranks and which experts go into which slots. An elastic one that is in no group is a
+spare; Stage has it load the experts of a group to come.
+
 Integers that come once per sequence or per token travel as columns: little-endian int32
 in `bytes`, written [B] for one entry per sequence of the batch. At 256 sequences such a
 column costs about 1 us to read, a message per sequence 300 times that
@@ -228,6 +232,8 @@ class DescribeResponse(_message.Message):
     KV_WINDOW_FIELD_NUMBER: _builtins.int
     KV_ID_FIELD_NUMBER: _builtins.int
     STORE_ADDRESS_FIELD_NUMBER: _builtins.int
+    CAPABILITY_FIELD_NUMBER: _builtins.int
+    RESIDENT_EXPERTS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Random at each start of the process. A router that sees a new one knows that the KV cache
     behind this address is gone.
@@ -263,9 +269,15 @@ class DescribeResponse(_message.Message):
     """"host:port" at which it opens the stores of epochs that it is the first of, as every member can
     reach it; nothing listens there else. Empty: Prepare tells.
     """
+    resident_experts: _builtins.bytes
+    """[max_expert_slots] The expert that is loaded in each of its slots, -1 for none; empty if it is not
+    elastic. In a group's slots they are those of its map.
+    """
     @_builtins.property
     def coordinates(self) -> Global___Coordinates:
-        """Where this executor stands in its group."""
+        """Where this executor stands in its group. Of an elastic one, where the last Join placed it; before
+        that, dp_size and ep_size are 0.
+        """
 
     @_builtins.property
     def model(self) -> Global___ModelInfo:
@@ -290,6 +302,12 @@ class DescribeResponse(_message.Message):
     def speculation(self) -> Global___Speculation:
         """What it drafts with. Absent: it has no draft model."""
 
+    @_builtins.property
+    def capability(self) -> Global___Capability:
+        """The groups that it can be placed in. Absent: it is not elastic, coordinates are its only place, and
+        a Join takes no placement.
+        """
+
     def __init__(
         self,
         *,
@@ -308,14 +326,48 @@ class DescribeResponse(_message.Message):
         kv_window: _builtins.int = ...,
         kv_id: _builtins.str = ...,
         store_address: _builtins.str = ...,
+        capability: Global___Capability | None = ...,
+        resident_experts: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "coordinates", b"coordinates", "graph_sizes", b"graph_sizes", "model", b"model", "speculation", b"speculation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "capability", b"capability", "coordinates", b"coordinates", "graph_sizes", b"graph_sizes", "model", b"model", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreement", b"agreement", "agreement_digest", b"agreement_digest", "budget", b"budget", "coordinates", b"coordinates", "epoch", b"epoch", "graph_sizes", b"graph_sizes", "instance_id", b"instance_id", "kv_id", b"kv_id", "kv_window", b"kv_window", "model", b"model", "num_kv_blocks", b"num_kv_blocks", "num_rows", b"num_rows", "peer_host", b"peer_host", "speculation", b"speculation", "store_address", b"store_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreement", b"agreement", "agreement_digest", b"agreement_digest", "budget", b"budget", "capability", b"capability", "coordinates", b"coordinates", "epoch", b"epoch", "graph_sizes", b"graph_sizes", "instance_id", b"instance_id", "kv_id", b"kv_id", "kv_window", b"kv_window", "model", b"model", "num_kv_blocks", b"num_kv_blocks", "num_rows", b"num_rows", "peer_host", b"peer_host", "resident_experts", b"resident_experts", "speculation", b"speculation", "store_address", b"store_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeResponse: _TypeAlias = DescribeResponse  # noqa: Y015
+
+@_typing.final
+class Capability(_message.Message):
+    """The groups that an elastic executor can be placed in, with any dp_rank, and the attn_tp_rank and
+    attn_tp_size of its coordinates.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MIN_DP_SIZE_FIELD_NUMBER: _builtins.int
+    MAX_DP_SIZE_FIELD_NUMBER: _builtins.int
+    MAX_EXPERT_SLOTS_FIELD_NUMBER: _builtins.int
+    min_dp_size: _builtins.int
+    """Data-parallel ranks of the smallest group; at least 1."""
+    max_dp_size: _builtins.int
+    """Data-parallel ranks of the largest group, for which its buffers are made."""
+    max_expert_slots: _builtins.int
+    """Slots that it has for experts, so that the smallest group holds all of them; 0 if there are none."""
+    def __init__(
+        self,
+        *,
+        min_dp_size: _builtins.int = ...,
+        max_dp_size: _builtins.int = ...,
+        max_expert_slots: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_dp_size", b"max_dp_size", "max_expert_slots", b"max_expert_slots", "min_dp_size", b"min_dp_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Capability: _TypeAlias = Capability  # noqa: Y015
 
 @_typing.final
 class Speculation(_message.Message):
@@ -424,6 +476,8 @@ class ModelInfo(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     TAKES_GRAMMARS_FIELD_NUMBER: _builtins.int
+    NUM_EXPERTS_FIELD_NUMBER: _builtins.int
+    BYTES_PER_EXPERT_FIELD_NUMBER: _builtins.int
     architecture: _builtins.str
     """First entry of `architectures` in the checkpoint's config.json."""
     fingerprint: _builtins.str
@@ -438,6 +492,10 @@ class ModelInfo(_message.Message):
     """Whether rows may have grammars (RowStarts.grammars): there is a tokenizer.json that fits the
     model, which has end-of-sequence tokens.
     """
+    num_experts: _builtins.int
+    """Routed experts of a layer; 0 for a dense model."""
+    bytes_per_expert: _builtins.int
+    """What one expert takes in this executor's memory, over all layers, a draft model's included."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens at which generation ends unless the request ignores them."""
@@ -452,10 +510,12 @@ class ModelInfo(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         block_size: _builtins.int = ...,
         takes_grammars: _builtins.bool = ...,
+        num_experts: _builtins.int = ...,
+        bytes_per_expert: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "block_size", b"block_size", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "takes_grammars", b"takes_grammars", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "block_size", b"block_size", "bytes_per_expert", b"bytes_per_expert", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "num_experts", b"num_experts", "takes_grammars", b"takes_grammars", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -627,6 +687,7 @@ class JoinRequest(_message.Message):
     SECRET_FIELD_NUMBER: _builtins.int
     PEER_HOSTS_FIELD_NUMBER: _builtins.int
     KV_ID_FIELD_NUMBER: _builtins.int
+    PLACEMENT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Above every epoch used before with this group; the one given to Prepare, if that was called."""
     store_address: _builtins.str
@@ -643,6 +704,10 @@ class JoinRequest(_message.Message):
     def peer_hosts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """DescribeResponse.peer_host of each member."""
 
+    @_builtins.property
+    def placement(self) -> Global___Placement:
+        """Where an elastic executor stands in this epoch. All members get the same map of experts."""
+
     def __init__(
         self,
         *,
@@ -651,14 +716,51 @@ class JoinRequest(_message.Message):
         secret: _builtins.bytes = ...,
         peer_hosts: _abc.Iterable[_builtins.str] | None = ...,
         kv_id: _builtins.str = ...,
+        placement: Global___Placement | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "kv_id", b"kv_id", "peer_hosts", b"peer_hosts", "secret", b"secret", "store_address", b"store_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "kv_id", b"kv_id", "peer_hosts", b"peer_hosts", "placement", b"placement", "secret", b"secret", "store_address", b"store_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JoinRequest: _TypeAlias = JoinRequest  # noqa: Y015
+
+@_typing.final
+class Placement(_message.Message):
+    """A place in a group, and where its experts are."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COORDINATES_FIELD_NUMBER: _builtins.int
+    EXPERT_SLOTS_FIELD_NUMBER: _builtins.int
+    EXPERT_OF_SLOT_FIELD_NUMBER: _builtins.int
+    expert_slots: _builtins.int
+    """Slots of each executor that the group uses, its first ones; at most max_expert_slots."""
+    expert_of_slot: _builtins.bytes
+    """[ep_size * expert_slots] The expert in each slot, in order of ep_rank; -1 for none. Each expert
+    stands in one slot.
+    """
+    @_builtins.property
+    def coordinates(self) -> Global___Coordinates:
+        """The executor's place. ep_size is the number of executors, and ep_rank their number
+        dp_rank * attn_tp_size + attn_tp_rank.
+        """
+
+    def __init__(
+        self,
+        *,
+        coordinates: Global___Coordinates | None = ...,
+        expert_slots: _builtins.int = ...,
+        expert_of_slot: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["coordinates", b"coordinates"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinates", b"coordinates", "expert_of_slot", b"expert_of_slot", "expert_slots", b"expert_slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Placement: _TypeAlias = Placement  # noqa: Y015
 
 @_typing.final
 class JoinResponse(_message.Message):
@@ -668,25 +770,87 @@ class JoinResponse(_message.Message):
 
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     KV_ID_FIELD_NUMBER: _builtins.int
+    LOADED_BYTES_FIELD_NUMBER: _builtins.int
+    LOAD_NS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """DescribeResponse.instance_id of the process that joined. The router takes another one than
     Describe gave for an executor that was restarted meanwhile.
     """
     kv_id: _builtins.str
     """DescribeResponse.kv_id from here on: that of the request if blocks hold what they held then."""
+    loaded_bytes: _builtins.int
+    """Of the experts that it had to load for its placement, in its memory; 0 if it held them."""
+    load_ns: _builtins.int
+    """How long that took, in nanoseconds."""
     def __init__(
         self,
         *,
         instance_id: _builtins.str = ...,
         kv_id: _builtins.str = ...,
+        loaded_bytes: _builtins.int = ...,
+        load_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "kv_id", b"kv_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "kv_id", b"kv_id", "load_ns", b"load_ns", "loaded_bytes", b"loaded_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JoinResponse: _TypeAlias = JoinResponse  # noqa: Y015
+
+@_typing.final
+class StageRequest(_message.Message):
+    """Asks an elastic executor to load experts ahead of a Join."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACEMENT_FIELD_NUMBER: _builtins.int
+    MAX_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    max_bytes_per_s: _builtins.int
+    """The most that it reads in a second on average, in bytes of its memory; 0: as fast as it can."""
+    @_builtins.property
+    def placement(self) -> Global___Placement:
+        """What that Join will have."""
+
+    def __init__(
+        self,
+        *,
+        placement: Global___Placement | None = ...,
+        max_bytes_per_s: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_bytes_per_s", b"max_bytes_per_s", "placement", b"placement"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StageRequest: _TypeAlias = StageRequest  # noqa: Y015
+
+@_typing.final
+class StageResponse(_message.Message):
+    """How far it is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BYTES_DONE_FIELD_NUMBER: _builtins.int
+    BYTES_TOTAL_FIELD_NUMBER: _builtins.int
+    bytes_done: _builtins.int
+    """Of the experts loaded by this call, in its memory."""
+    bytes_total: _builtins.int
+    """Of those that were missing when it came."""
+    def __init__(
+        self,
+        *,
+        bytes_done: _builtins.int = ...,
+        bytes_total: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_done", b"bytes_done", "bytes_total", b"bytes_total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StageResponse: _TypeAlias = StageResponse  # noqa: Y015
 
 @_typing.final
 class StepRequest(_message.Message):

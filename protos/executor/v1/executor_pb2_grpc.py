@@ -62,6 +62,11 @@ class ExecutorServiceStub:
                 request_serializer=protos_dot_executor_dot_v1_dot_executor__pb2.AttendRequest.SerializeToString,
                 response_deserializer=protos_dot_executor_dot_v1_dot_executor__pb2.AttendResponse.FromString,
                 _registered_method=True)
+        self.Stage = channel.unary_stream(
+                '/lockstep.executor.v1.ExecutorService/Stage',
+                request_serializer=protos_dot_executor_dot_v1_dot_executor__pb2.StageRequest.SerializeToString,
+                response_deserializer=protos_dot_executor_dot_v1_dot_executor__pb2.StageResponse.FromString,
+                _registered_method=True)
 
 
 class ExecutorServiceServicer:
@@ -104,6 +109,10 @@ class ExecutorServiceServicer:
         INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
         INVALID_ARGUMENT     INVALID_RENDEZVOUS the secret can be guessed, or the store is at no
         member's host. Not of an executor without peers.
+        INVALID_ARGUMENT     INVALID_PLACEMENT the executor cannot stand there, or the map of experts
+        contradicts itself. It is in the group that it was in.
+        FAILED_PRECONDITION  NOT_PLACED    the executor is elastic, and there is no placement.
+        UNAVAILABLE          LOAD_FAILED   experts could not be read from the checkpoint.
         UNAVAILABLE          JOIN_FAILED   another member did not come in time, a newer epoch
         began, or graphs were not captured.
         """
@@ -145,6 +154,22 @@ class ExecutorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Stage(self, request, context):
+        """Loads the experts that a placement gives this executor and that it does not hold, beside the steps
+        of its group if it is in one, so that a Join with that placement reads nothing. Answers how far it
+        is, a few times a second, and ends when all are there. Cancelling the call ends it, and so does a Join
+        or a newer Stage, with bytes_done below bytes_total in the last answer; experts that were loaded stay.
+
+        Errors:
+        INVALID_ARGUMENT     INVALID_PLACEMENT as of Join.
+        FAILED_PRECONDITION  NO_ROOM       the placement puts an expert into a slot that the group which
+        this executor is in uses for another one. Nothing was loaded.
+        UNAVAILABLE          LOAD_FAILED   experts could not be read from the checkpoint.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ExecutorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -172,6 +197,11 @@ def add_ExecutorServiceServicer_to_server(servicer, server):
                     servicer.Attend,
                     request_deserializer=protos_dot_executor_dot_v1_dot_executor__pb2.AttendRequest.FromString,
                     response_serializer=protos_dot_executor_dot_v1_dot_executor__pb2.AttendResponse.SerializeToString,
+            ),
+            'Stage': grpc.unary_stream_rpc_method_handler(
+                    servicer.Stage,
+                    request_deserializer=protos_dot_executor_dot_v1_dot_executor__pb2.StageRequest.FromString,
+                    response_serializer=protos_dot_executor_dot_v1_dot_executor__pb2.StageResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -312,6 +342,33 @@ class ExecutorService:
             '/lockstep.executor.v1.ExecutorService/Attend',
             protos_dot_executor_dot_v1_dot_executor__pb2.AttendRequest.SerializeToString,
             protos_dot_executor_dot_v1_dot_executor__pb2.AttendResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Stage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/lockstep.executor.v1.ExecutorService/Stage',
+            protos_dot_executor_dot_v1_dot_executor__pb2.StageRequest.SerializeToString,
+            protos_dot_executor_dot_v1_dot_executor__pb2.StageResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -18,6 +18,10 @@ what a step says. A group is formed, and formed again after any failure, in the 
 
 Beside that, an Attend stream to each executor carries beats both ways for as long as both live.
 
+An executor stands where its settings say, or, if it is elastic, where each Join places it: the
+router chooses ranks and which experts go into which slots. An elastic one that is in no group is a
+spare; Stage has it load the experts of a group to come.
+
 Integers that come once per sequence or per token travel as columns: little-endian int32
 in `bytes`, written [B] for one entry per sequence of the batch. At 256 sequences such a
 column costs about 1 us to read, a message per sequence 300 times that
@@ -88,6 +92,10 @@ class ExecutorServiceStub:
       INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
       INVALID_ARGUMENT     INVALID_RENDEZVOUS the secret can be guessed, or the store is at no
                                          member's host. Not of an executor without peers.
+      INVALID_ARGUMENT     INVALID_PLACEMENT the executor cannot stand there, or the map of experts
+                                         contradicts itself. It is in the group that it was in.
+      FAILED_PRECONDITION  NOT_PLACED    the executor is elastic, and there is no placement.
+      UNAVAILABLE          LOAD_FAILED   experts could not be read from the checkpoint.
       UNAVAILABLE          JOIN_FAILED   another member did not come in time, a newer epoch
                                          began, or graphs were not captured.
     """
@@ -116,6 +124,18 @@ class ExecutorServiceStub:
     """Tells each side that the other is alive: both send a beat every 100 ms, whether or not the
     executor is in a group, until one of them ends the stream. Any number may be open. An executor
     that has no such method is watched by pings and by the deadlines of steps.
+    """
+    Stage: _grpc.UnaryStreamMultiCallable[_executor_pb2.StageRequest, _executor_pb2.StageResponse]
+    """Loads the experts that a placement gives this executor and that it does not hold, beside the steps
+    of its group if it is in one, so that a Join with that placement reads nothing. Answers how far it
+    is, a few times a second, and ends when all are there. Cancelling the call ends it, and so does a Join
+    or a newer Stage, with bytes_done below bytes_total in the last answer; experts that were loaded stay.
+
+    Errors:
+      INVALID_ARGUMENT     INVALID_PLACEMENT as of Join.
+      FAILED_PRECONDITION  NO_ROOM       the placement puts an expert into a slot that the group which
+                                         this executor is in uses for another one. Nothing was loaded.
+      UNAVAILABLE          LOAD_FAILED   experts could not be read from the checkpoint.
     """
 
 @_typing.type_check_only
@@ -151,6 +171,10 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
       INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
       INVALID_ARGUMENT     INVALID_RENDEZVOUS the secret can be guessed, or the store is at no
                                          member's host. Not of an executor without peers.
+      INVALID_ARGUMENT     INVALID_PLACEMENT the executor cannot stand there, or the map of experts
+                                         contradicts itself. It is in the group that it was in.
+      FAILED_PRECONDITION  NOT_PLACED    the executor is elastic, and there is no placement.
+      UNAVAILABLE          LOAD_FAILED   experts could not be read from the checkpoint.
       UNAVAILABLE          JOIN_FAILED   another member did not come in time, a newer epoch
                                          began, or graphs were not captured.
     """
@@ -179,6 +203,18 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
     """Tells each side that the other is alive: both send a beat every 100 ms, whether or not the
     executor is in a group, until one of them ends the stream. Any number may be open. An executor
     that has no such method is watched by pings and by the deadlines of steps.
+    """
+    Stage: _aio.UnaryStreamMultiCallable[_executor_pb2.StageRequest, _executor_pb2.StageResponse]  # type: ignore[assignment]
+    """Loads the experts that a placement gives this executor and that it does not hold, beside the steps
+    of its group if it is in one, so that a Join with that placement reads nothing. Answers how far it
+    is, a few times a second, and ends when all are there. Cancelling the call ends it, and so does a Join
+    or a newer Stage, with bytes_done below bytes_total in the last answer; experts that were loaded stay.
+
+    Errors:
+      INVALID_ARGUMENT     INVALID_PLACEMENT as of Join.
+      FAILED_PRECONDITION  NO_ROOM       the placement puts an expert into a slot that the group which
+                                         this executor is in uses for another one. Nothing was loaded.
+      UNAVAILABLE          LOAD_FAILED   experts could not be read from the checkpoint.
     """
 
 class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -229,6 +265,10 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
           INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
           INVALID_ARGUMENT     INVALID_RENDEZVOUS the secret can be guessed, or the store is at no
                                              member's host. Not of an executor without peers.
+          INVALID_ARGUMENT     INVALID_PLACEMENT the executor cannot stand there, or the map of experts
+                                             contradicts itself. It is in the group that it was in.
+          FAILED_PRECONDITION  NOT_PLACED    the executor is elastic, and there is no placement.
+          UNAVAILABLE          LOAD_FAILED   experts could not be read from the checkpoint.
           UNAVAILABLE          JOIN_FAILED   another member did not come in time, a newer epoch
                                              began, or graphs were not captured.
         """
@@ -269,6 +309,24 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         """Tells each side that the other is alive: both send a beat every 100 ms, whether or not the
         executor is in a group, until one of them ends the stream. Any number may be open. An executor
         that has no such method is watched by pings and by the deadlines of steps.
+        """
+
+    @_abc_1.abstractmethod
+    def Stage(
+        self,
+        request: _executor_pb2.StageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_executor_pb2.StageResponse], _abc.AsyncIterator[_executor_pb2.StageResponse]]:
+        """Loads the experts that a placement gives this executor and that it does not hold, beside the steps
+        of its group if it is in one, so that a Join with that placement reads nothing. Answers how far it
+        is, a few times a second, and ends when all are there. Cancelling the call ends it, and so does a Join
+        or a newer Stage, with bytes_done below bytes_total in the last answer; experts that were loaded stay.
+
+        Errors:
+          INVALID_ARGUMENT     INVALID_PLACEMENT as of Join.
+          FAILED_PRECONDITION  NO_ROOM       the placement puts an expert into a slot that the group which
+                                             this executor is in uses for another one. Nothing was loaded.
+          UNAVAILABLE          LOAD_FAILED   experts could not be read from the checkpoint.
         """
 
 def add_ExecutorServiceServicer_to_server(servicer: ExecutorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

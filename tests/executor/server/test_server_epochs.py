@@ -145,6 +145,18 @@ async def test_a_join_without_a_secret_or_to_a_store_of_no_member_changes_nothin
     await client.executor.Join(pb.JoinRequest(epoch=2, **fields))
 
 
+async def test_an_executor_whose_settings_say_where_it_stands_takes_no_other_place(member: Any):
+    worker, client = member
+    placement = pb.Placement(coordinates=pb.Coordinates(dp_rank=0, dp_size=1))
+    request = join_request(2)
+    request.placement.CopyFrom(placement)
+    assert await reason_of(client.executor.Join(request)) == "INVALID_PLACEMENT"
+    staging = client.executor.Stage(pb.StageRequest(placement=placement))
+    assert await reason_of(staging) == "INVALID_PLACEMENT"
+    assert [r.step_id async for r in client.steps(1)] == [1]
+    assert worker.num_joins == 1
+
+
 async def test_a_prepare_without_a_secret_opens_nothing(fake: Any):
     worker, client = fake
     call = client.executor.Prepare(pb.PrepareRequest(epoch=1, secret=bytes(15)))

@@ -111,8 +111,9 @@ async def serving(
 
 async def error_of(call: Any) -> tuple[str, str]:
     """Returns reason and message with which a call, or the next answer of a stream, fails."""
+    has_stream = isinstance(call, grpc.aio.StreamStreamCall | grpc.aio.UnaryStreamCall)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await (call.read() if isinstance(call, grpc.aio.StreamStreamCall) else call)
+        await (call.read() if has_stream else call)
     return error_details(caught.value).reason, caught.value.details() or ""
 
 
