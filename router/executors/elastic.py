@@ -1,0 +1,420 @@
+"""Elastic groups: which executors form one, where its experts go, and when it grows. Pure: times are passed in.
+
+    SERVING(W) ── loss ──▶ choose ──┬─ newcomers that load next to nothing ──▶ form(W)      replace
+       ▲                            ├─ the others are min or more ───────────▶ form(W - 1)  shrink
+       │                            ├─ newcomers, whatever they load ────────▶ form         replace
+       │                            └─ fewer than min ───────────────────────▶ wait
+       └── form, at a border between steps ◀── review: staged, there for long enough, not held off   grow
+
+A shrink is never held back, and growing is: who is back from a crash may crash again, and each change costs
+callers a pause.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from itertools import zip_longest
+
+from protos.executor.placement import GHOST, SlotMap, num_slots_for, place_experts
+from protos.settings import above, at_least, setting
+from router.errors import ExecutorLost, GroupMismatch
+
+MAX_JOIN_BYTES = 256 << 20  # that a newcomer may load while callers wait: about 0.1 s of page cache
+LOSS_WINDOW_S = 3600.0  # in which a lost place counts
+MAX_HOLD_OFF = 60  # times grow_after_s: half an hour
+GROW_INTERVAL = 2  # times grow_after_s: a minute
+MAX_TRIAL_WAIT_S = 60.0  # for which suspects wait for an executor that may die of them
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticSettings:
+    """Settings of groups that may shrink and grow."""
+
+    first_form_wait_s: float = setting(60.0, at_least(0))
+    """Seconds for which a group with min= waits for size= executors before it first forms with fewer."""
+    grow_after_s: float = setting(30.0, above(0))
+    """Seconds for which an executor has to be there before a group that lacks one takes it in, which
+    costs callers a short pause. A group grows once in twice so long, and an executor that lost its place k
+    times in an hour is held off for 2^k times so long, 60 times at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strength:
+    """How many executors a group has.
+
+    Attributes:
+        size: As soon as they are there; any more are spares.
+        least: With how many it still serves.
+    """
+
+    size: int
+    least: int
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An executor that may be in a group, as it described itself.
+
+    Attributes:
+        attn_tp_rank: The only one that it can have; below `attn_tp_size`.
+        dp_sizes: Of the groups that it can be in, from the least to the greatest.
+        num_experts: Of a layer.
+        max_slots: Its slots for them.
+        held: [max_slots] the expert in each, or GHOST.
+        expert_bytes: Of one expert.
+    """
+
+    address: str
+    instance_id: str
+    attn_tp_rank: int = 0
+    attn_tp_size: int = 1
+    dp_sizes: range = range(1, 1 << 12)
+    num_experts: int = 0
+    max_slots: int = 0
+    held: tuple[int, ...] = ()
+    expert_bytes: int = 0
+
+    @property
+    def name(self) -> tuple[str, str]:
+        """Which process it is, and where."""
+        return self.address, self.instance_id
+
+
+Team = tuple[Candidate, ...]  # the executors of one DP rank, by attn_tp_rank
+
+
+class Change(StrEnum):
+    """How a group comes out of a forming, beside the one before."""
+
+    FIRST = "first"
+    REJOIN = "rejoin"  # the same addresses
+    REPLACE = "replace"  # as many, and others among them
+    SHRINK = "shrink"
+    GROW = "grow"
+
+
+class SpareState(StrEnum):
+    """What a spare is good for."""
+
+    COLD = "cold"  # it would have to load experts
+    STAGED = "staged"
+    HELD_OFF = "held_off"  # it lost its place, and is not taken back yet
+
+
+@dataclass(frozen=True, slots=True)
+class Formation:
+    """A group that is to be formed.
+
+    Attributes:
+        teams: [dp_size] the executors of each DP rank.
+        slots: [dp_size * attn_tp_size] experts of each executor, in the order of ranks.
+    """
+
+    change: Change
+    teams: tuple[Team, ...]
+    slots: SlotMap
+
+    @property
+    def members(self) -> tuple[Candidate, ...]:
+        """In the order of ranks."""
+        return tuple(member for team in self.teams for member in team)
+
+    def missing(self, member: Candidate) -> int:
+        """Returns how many experts a member has to load for its place."""
+        row = self.slots[self.members.index(member)]
+        held = zip_longest(member.held[: len(row)], row, fillvalue=GHOST)
+        return sum(expert not in (GHOST, own) for own, expert in held)
+
+    def can_join(self, member: Candidate) -> bool:
+        """Whether a member would keep nobody waiting for its experts."""
+        return self.missing(member) * member.expert_bytes <= MAX_JOIN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Review:
+    """What is to be done beside the steps of a group.
+
+    Attributes:
+        grows: Whether the group is to be formed anew, as soon as no step runs.
+        stages: Spares, each with the formation for which it should load its experts now.
+        states: By address of each spare.
+    """
+
+    grows: bool = False
+    stages: tuple[tuple[Candidate, Formation], ...] = ()
+    states: Mapping[str, SpareState] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _History:
+    """What is remembered of an address."""
+
+    instance_id: str = ""
+    since: float = 0.0  # there without a break; only if it is there
+    is_there: bool = False
+    losses: deque[float] = field(default_factory=deque)  # when it lost its place
+
+
+class ElasticPolicy:
+    """Chooses a group's members.
+
+    Args:
+        strength: How many.
+        settings: What the operator said.
+        now: When the router began to look for them.
+    """
+
+    def __init__(self, strength: Strength, settings: ElasticSettings, now: float) -> None:
+        self._strength = strength
+        self._settings = settings
+        self._begun = now
+        self._teams: tuple[Team, ...] = ()  # of the last epoch
+        self._lost_names: set[tuple[str, str]] = set()  # of them, whose place is lost already
+        self._history: dict[str, _History] = {}
+        self._grown = float("-inf")
+        self._weak_since: float | None = None
+
+    @property
+    def dp_size(self) -> int:
+        """DP ranks of the last epoch; 0 before the first."""
+        return len(self._teams)
+
+    def choose(self, now: float, candidates: Sequence[Candidate]) -> Formation:
+        """Returns which group to form.
+
+        Args:
+            now: The time.
+            candidates: All executors that answer.
+
+        Raises:
+            ExecutorLost: They are too few. Says how many are there.
+            GroupMismatch: So many cannot be one group. Says what they have room for.
+        """
+        self._note(now, candidates)
+        staying, newcomers = self._teams_of(candidates)
+        free = [team for team in newcomers if not self._is_held_off(team, now)]
+        size, least = self._sizes(candidates)
+        is_early = not self._teams and now - self._begun < self._settings.first_form_wait_s
+        if is_early:
+            least = size
+        ready = self._plan([*staying, *free][:size])
+        is_quick = ready is not None and all(
+            ready.can_join(member) for team in free if team in ready.teams for member in team
+        )
+        everybody = [*staying, *newcomers][:size]
+        for plan in (
+            ready if is_quick else None,
+            self._plan(staying[:size]),
+            ready,
+            self._plan(everybody),
+        ):
+            if plan is not None and len(plan.teams) >= least:
+                return plan
+        if len(everybody) >= least:
+            raise GroupMismatch(_room_of(everybody))
+        patience = f" in the first {self._settings.first_form_wait_s:g} s" if is_early else ""
+        raise ExecutorLost(
+            f"{len(candidates)} of the group's executors answer, and it takes "
+            f"{self._strength.size if is_early else self._strength.least} to form it{patience}"
+        )
+
+    def note_formed(self, now: float, formation: Formation) -> None:
+        """Notes that a group of `choose` has formed; its members hold what it says."""
+        if formation.change is Change.GROW:
+            self._grown = now
+        held = dict(zip((each.name for each in formation.members), formation.slots, strict=True))
+        self._teams = tuple(
+            tuple(
+                replace(each, held=held[each.name] + each.held[len(held[each.name]) :])
+                for each in team
+            )
+            for team in formation.teams
+        )
+        self._lost_names.clear()
+
+    def note_failed(self, now: float, address: str) -> None:
+        """Notes that an executor could not join, which counts as a lost place."""
+        self._history.setdefault(address, _History()).losses.append(now)
+
+    def review(self, now: float, spares: Sequence[Candidate]) -> Review:
+        """Returns what to do while the group serves.
+
+        Args:
+            now: The time.
+            spares: Executors that answer and are not in it.
+        """
+        self._note(now, [*self._members(), *spares])
+        _, newcomers = self._teams_of([*self._members(), *spares])
+        size, _ = self._sizes(spares)
+        room = max(size - len(self._teams), 0)
+        known = [team for team in newcomers if self._is_known(team, now)]
+        joining = (known or newcomers)[:room]
+        plan = self._plan([*self._teams, *joining]) if joining else None
+        stages: list[tuple[Candidate, Formation]] = []
+        if plan is not None:
+            stages += [(each, plan) for team in joining for each in team if plan.missing(each)]
+        is_time = now - self._grown >= GROW_INTERVAL * self._settings.grow_after_s
+        late = [member for member, _ in stages if plan is not None and not plan.can_join(member)]
+        grows = plan is not None and joining == known[:room] and is_time and not late
+        stages += self._replacements([team for team in newcomers if team not in joining])
+        ready = {member for team in newcomers for member in team} - {each for each, _ in stages}
+        states = {
+            spare.address: SpareState.HELD_OFF
+            if self.held_off_until(spare.address, now) > now
+            else SpareState.STAGED
+            if spare in ready
+            else SpareState.COLD
+            for spare in spares
+        }
+        return Review(grows, tuple(stages), states)
+
+    def held_off_until(self, address: str, now: float) -> float:
+        """Returns until when the group does not grow by an executor for its earlier losses; 0: it may."""
+        known = self._history.get(address)
+        if known is None:
+            return 0.0
+        while known.losses and known.losses[0] <= now - LOSS_WINDOW_S:
+            known.losses.popleft()
+        if not known.losses:
+            return 0.0
+        times = min(1 << len(known.losses), MAX_HOLD_OFF)
+        return known.losses[-1] + times * self._settings.grow_after_s
+
+    def may_try_suspects(self, now: float, num_spares: int) -> bool:
+        """Whether requests that may kill an executor run: with one to spare, or after they waited.
+
+        Args:
+            now: The time.
+            num_spares: Executors that answer and are not in the group.
+        """
+        if len(self._members()) + num_spares >= self._strength.size:
+            self._weak_since = None
+            return True
+        if self._weak_since is None:
+            self._weak_since = now
+        return now - self._weak_since >= MAX_TRIAL_WAIT_S
+
+    # ---- who is there
+
+    def _members(self) -> list[Candidate]:
+        return [member for team in self._teams for member in team]
+
+    def _note(self, now: float, candidates: Iterable[Candidate]) -> None:
+        """Notes who is there, since when, and who lost a place."""
+        there = {candidate.address: candidate for candidate in candidates}
+        for address, known in self._history.items():
+            known.is_there &= address in there
+        for address, candidate in there.items():
+            known = self._history.setdefault(address, _History())
+            if not known.is_there or known.instance_id != candidate.instance_id:
+                known.instance_id, known.since, known.is_there = candidate.instance_id, now, True
+        names = {candidate.name for candidate in there.values()}
+        for member in self._members():
+            if member.name not in names | self._lost_names:
+                self._lost_names.add(member.name)
+                self._history[member.address].losses.append(now)
+        for address, known in list(self._history.items()):
+            self.held_off_until(address, now)  # forgets old losses
+            if not known.is_there and not known.losses:
+                del self._history[address]
+
+    def _is_held_off(self, team: Team, now: float) -> bool:
+        return any(self.held_off_until(member.address, now) > now for member in team)
+
+    def _is_known(self, team: Team, now: float) -> bool:
+        """Whether a team has been there for so long that the group may grow by it."""
+        since = max(self._history[member.address].since for member in team)
+        return now - since >= self._settings.grow_after_s and not self._is_held_off(team, now)
+
+    def _sizes(self, candidates: Sequence[Candidate]) -> tuple[int, int]:
+        """Returns the DP ranks that the group should have, and the least."""
+        peers = candidates[0].attn_tp_size if candidates else 1
+        return self._strength.size // peers, -(-self._strength.least // peers)
+
+    # ---- who stands where
+
+    def _teams_of(self, candidates: Sequence[Candidate]) -> tuple[list[Team], list[Team]]:
+        """Returns the DP ranks whose executors all stay, in their order, and those that could be new.
+
+        Executors whose peers are gone are new ones. Addresses that had a place come first of these.
+        """
+        there = {candidate.name: candidate for candidate in candidates}
+        staying = [
+            tuple(there.pop(member.name) for member in team)
+            for team in self._teams
+            if all(member.name in there for member in team)
+        ]
+        ranks = {member.address: rank for rank, member in enumerate(self._members())}
+
+        def preference(candidate: Candidate) -> tuple[float, float, str]:
+            since = self._history[candidate.address].since
+            return ranks.get(candidate.address, len(ranks)), since, candidate.address
+
+        others = sorted(there.values(), key=preference)
+        if not others:
+            return staying, []
+        by_rank = [
+            [each for each in others if each.attn_tp_rank == rank]
+            for rank in range(others[0].attn_tp_size)
+        ]
+        return staying, list(zip(*by_rank, strict=False))
+
+    def _replacements(self, newcomers: Sequence[Team]) -> Iterable[tuple[Candidate, Formation]]:
+        """Yields the spares that could take the place of no member yet, and whose they should."""
+        for number, team in enumerate(newcomers):
+            plans = [self._replacing(index, team) for index in range(len(self._teams))]
+            if any(plan is not None and not any(map(plan.missing, team)) for plan in plans):
+                continue
+            plan = plans[number % len(plans)]
+            if plan is not None:
+                yield from ((member, plan) for member in team if plan.missing(member))
+
+    def _replacing(self, index: int, team: Team) -> Formation | None:
+        """Returns the group with a team in the place of one of its DP ranks."""
+        return self._plan([*self._teams[:index], *self._teams[index + 1 :], team])
+
+    def _plan(self, teams: Sequence[Team]) -> Formation | None:
+        """Returns the group of these DP ranks, in an order that is theirs; None if it cannot be.
+
+        Those that had a rank keep their order, and newcomers come last, but where one has the address
+        of a member that is gone.
+        """
+        members = [member for team in teams for member in team]
+        if not members or not all(len(teams) in member.dp_sizes for member in members):
+            return None
+        num_experts = members[0].num_experts
+        num_slots = num_slots_for(num_experts, len(members))
+        if num_slots > min(member.max_slots for member in members):
+            return None
+        old = {team[0].address: rank for rank, team in enumerate(self._teams)}
+        ordered = tuple(sorted(teams, key=lambda team: old.get(team[0].address, len(old))))
+        slots = place_experts(
+            {member: member.held for member in members},
+            [member for team in ordered for member in team],
+            num_slots=num_slots,
+            num_experts=num_experts,
+        )
+        return Formation(self._change_to(ordered), ordered, slots)
+
+    def _change_to(self, teams: Sequence[Team]) -> Change:
+        if not self._teams:
+            return Change.FIRST
+        if len(teams) != len(self._teams):
+            return Change.GROW if len(teams) > len(self._teams) else Change.SHRINK
+        before = {member.address for member in self._members()}
+        now = {member.address for team in teams for member in team}
+        return Change.REJOIN if before == now else Change.REPLACE
+
+
+def _room_of(teams: Sequence[Team]) -> str:
+    """Says which groups some executors cannot be."""
+    members = [member for team in teams for member in team]
+    least = max(member.dp_sizes.start for member in members)
+    most = min(member.dp_sizes.stop for member in members) - 1
+    num_slots = min(member.max_slots for member in members)
+    return (
+        f"{len(members)} executors answer, {len(teams)} DP ranks, but they take part in groups of "
+        f"{least} to {most}, each with {num_slots} slots for {members[0].num_experts} experts: start "
+        f"them for as few as min= and as many as size= of the group have"
+    )

@@ -1,0 +1,323 @@
+"""Elastic groups: whom they form with, and when they grow, in virtual time."""
+
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from protos.executor.placement import GHOST
+from router.errors import ExecutorLost, GroupMismatch
+from router.executors.elastic import (
+    MAX_JOIN_BYTES,
+    Candidate,
+    Change,
+    ElasticPolicy,
+    ElasticSettings,
+    Formation,
+    SpareState,
+    Strength,
+)
+
+NUM_EXPERTS = 8
+SETTINGS = ElasticSettings(first_form_wait_s=60, grow_after_s=30)
+LARGE = MAX_JOIN_BYTES + 1  # bytes of an expert that no Join should load
+
+
+def executor(name: str, instance: str = "a", **fields: object) -> Candidate:
+    usual: dict[str, object] = {"num_experts": NUM_EXPERTS, "max_slots": NUM_EXPERTS}
+    held = (GHOST,) * NUM_EXPERTS
+    return Candidate(name, instance, **usual | {"held": held} | fields)  # type: ignore[arg-type]
+
+
+def executors(names: Iterable[str], **fields: object) -> list[Candidate]:
+    return [executor(name, **fields) for name in names]
+
+
+def policy(size: int, least: int, now: float = 0.0) -> ElasticPolicy:
+    return ElasticPolicy(Strength(size, least), SETTINGS, now)
+
+
+def form(group: ElasticPolicy, now: float, candidates: list[Candidate]) -> Formation:
+    formation = group.choose(now, candidates)
+    group.note_formed(now, formation)
+    return formation
+
+
+def names(formation: Formation) -> str:
+    return "".join(member.address for member in formation.members)
+
+
+def staged(spare: Candidate, formation: Formation) -> Candidate:
+    """The same, with the experts of its place."""
+    row = formation.slots[formation.members.index(spare)]
+    return replace(spare, held=row + spare.held[len(row) :])
+
+
+def test_a_group_forms_with_as_many_as_it_should_have_and_the_rest_are_spares() -> None:
+    formation = form(policy(2, 1), 0, executors("abc"))
+    assert (names(formation), formation.change) == ("ab", Change.FIRST)
+    assert formation.slots == ((0, 1, 2, 3), (4, 5, 6, 7))
+
+
+def test_before_the_first_forming_the_group_waits_for_all_for_a_while_and_then_for_the_least() -> (
+    None
+):
+    group = policy(3, 2)
+    with pytest.raises(
+        ExecutorLost, match=r"2 .* answer, and it takes 3 to form it in the first 60 s"
+    ):
+        group.choose(59, executors("ab"))
+    assert names(group.choose(60, executors("ab"))) == "ab"
+    with pytest.raises(ExecutorLost, match=r"1 .* answer, and it takes 2 to form it$"):
+        group.choose(61, executors("a"))
+
+
+def test_a_lost_executor_is_replaced_by_a_spare_and_the_others_keep_their_order() -> None:
+    group = policy(3, 1)
+    form(group, 0, executors("abcd"))
+    formation = form(group, 10, executors("acd"))
+    assert (names(formation), formation.change) == ("acd", Change.REPLACE)
+
+
+def test_without_a_spare_the_group_goes_on_with_fewer_down_to_the_least() -> None:
+    group = policy(3, 2)
+    form(group, 0, executors("abc"))
+    formation = form(group, 10, executors("bc"))
+    assert (names(formation), formation.change) == ("bc", Change.SHRINK)
+    assert {e for row in formation.slots for e in row} == set(range(NUM_EXPERTS))
+    with pytest.raises(ExecutorLost, match=r"1 .* answer, and it takes 2"):
+        group.choose(20, executors("c"))
+
+
+def test_who_stays_loads_only_what_the_lost_one_had() -> None:
+    group = policy(3, 1)
+    before = form(group, 0, executors("abc"))
+    held = {member.address: staged(member, before) for member in before.members}
+    after = group.choose(10, [held["a"], held["c"]])
+    assert [after.missing(member) for member in after.members] == [1, 2]
+
+
+def test_a_spare_that_would_have_to_load_much_does_so_behind_the_traffic() -> None:
+    group = policy(2, 1)
+    form(group, 0, executors("abc", expert_bytes=LARGE))
+    spares = executors("c", expert_bytes=LARGE)
+    [(spare, target)] = group.review(5, spares).stages
+    assert group.review(5, spares).states == {"c": SpareState.COLD}
+    left = executors("a", expert_bytes=LARGE)
+    assert names(group.choose(10, [*left, *spares])) == "a"
+    ready = staged(spare, target)
+    assert group.review(10, [ready]).states == {"c": SpareState.STAGED}
+    lost = "b" if "b" not in {each.address for each in target.members} else "a"
+    stays = executors({"a": "b", "b": "a"}[lost], expert_bytes=LARGE)
+    assert group.choose(11, [*stays, ready]).change is Change.REPLACE
+
+
+def test_where_too_few_are_left_a_spare_loads_at_its_join() -> None:
+    group = policy(2, 2)
+    form(group, 0, executors("abc", expert_bytes=LARGE))
+    formation = group.choose(10, executors("ac", expert_bytes=LARGE))
+    assert (names(formation), formation.change) == ("ac", Change.REPLACE)
+
+
+def test_a_group_grows_by_who_has_been_there_for_long_enough_and_has_its_experts() -> None:
+    group, two = policy(3, 1), executors("ab", expert_bytes=LARGE)
+    settled = [staged(m, f) for f in [form(group, 60, two)] for m in f.members]
+    newcomer = executor("c", expert_bytes=LARGE)
+    review = group.review(100, [newcomer])
+    assert not review.grows
+    [(spare, target)] = review.stages
+    assert (spare, names(target), target.change) == (newcomer, "abc", Change.GROW)
+    assert not group.review(140, [newcomer]).grows, "it lacks experts"
+    ready = staged(spare, target)
+    assert group.review(141, [ready]).grows
+    formation = form(group, 141, [*settled, ready])
+    assert (names(formation), formation.change) == ("abc", Change.GROW)
+
+
+def test_who_was_away_in_between_is_counted_from_its_return() -> None:
+    group = policy(2, 1)
+    form(group, 60, executors("a"))
+    group.review(61, executors("b"))
+    group.review(80, [])
+    group.review(81, executors("b"))
+    assert not group.review(110, executors("b")).grows
+    assert group.review(111, executors("b")).grows
+    assert not group.review(112, [executor("b", "another process")]).grows
+
+
+def test_a_group_grows_once_a_minute() -> None:
+    group = policy(4, 1)
+    form(group, 60, executors("a"))
+    group.review(100, executors("b"))
+    group.review(110, executors("bc"))
+    assert group.review(130, executors("bc")).grows
+    assert names(form(group, 130, executors("abc"))) == "abc", "whoever is there takes part"
+    group.review(131, executors("d"))
+    assert not group.review(189, executors("d")).grows
+    assert group.review(190, executors("d")).grows
+
+
+def test_an_executor_that_lost_its_place_is_held_off_ever_longer() -> None:
+    group, now = policy(2, 1), 0.0
+    form(group, now, executors("ab"))
+    waits = []
+    for number in range(7):
+        now += 1
+        assert form(group, now, executors("a")).change is Change.SHRINK
+        lost, back = now, [executor("b", str(number))]
+        while not group.review(now, back).grows:
+            now += 1
+        waits.append(now - lost)
+        assert form(group, now, [executor("a"), *back]).change is Change.GROW
+    assert waits[:5] == [60, 120, 240, 480, 960]
+    assert max(waits) <= 1800
+
+
+def test_an_executor_that_dies_every_40_s_reshapes_its_group_12_times_an_hour_at_most() -> None:
+    group = policy(2, 1)
+    num_formings, members = 0, {("a", "a"), ("b", "0")}
+    form(group, 0, [executor("a"), executor("b", "0")])
+    for now in range(1, 3600):
+        back = [executor("b", str(now // 40))] if now % 40 else []
+        there = [executor("a"), *back]
+        is_lost = not members <= {each.name for each in there}
+        if is_lost or group.review(now, back).grows:
+            formation = form(group, now, there)
+            members = {each.name for each in formation.members}
+            num_formings += 1
+    assert num_formings <= 12
+
+
+def test_a_held_off_executor_is_taken_where_the_group_could_not_serve_without_it() -> None:
+    group = policy(2, 1)
+    form(group, 0, executors("ab"))
+    form(group, 10, executors("a"))
+    formation = group.choose(11, [executor("b", "again")])
+    assert names(formation) == "b"
+
+
+def test_who_comes_back_before_the_group_has_formed_without_it_is_in_it_again() -> None:
+    group = policy(2, 2)
+    form(group, 0, executors("ab"))
+    with pytest.raises(ExecutorLost):
+        group.choose(1, executors("b"))
+    formation = form(group, 2, [executor("a", "again"), executor("b")])
+    assert (names(formation), formation.change) == ("ab", Change.REJOIN)
+
+
+def test_an_executor_that_cannot_join_is_held_off() -> None:
+    group = policy(3, 2)
+    form(group, 0, executors("ab") + executors("c"))
+    formation = group.choose(1, executors("abd"))
+    assert names(formation) == "abd"
+    group.note_failed(1, "d")
+    assert names(group.choose(1, executors("abd"))) == "ab"
+
+
+def test_peers_of_a_lost_executor_keep_their_place_only_with_another_of_its_rank() -> None:
+    def peers(*places: str) -> list[Candidate]:
+        return [executor(name, attn_tp_rank=int(name[1]), attn_tp_size=2) for name in places]
+
+    group = policy(4, 2)
+    form(group, 0, peers("a0", "a1", "b0", "b1", "c1"))
+    after = form(group, 1, peers("a0", "b0", "b1", "c1"))
+    assert [[member.address for member in team] for team in after.teams] == [
+        ["a0", "c1"],
+        ["b0", "b1"],
+    ]
+    alone = form(group, 2, peers("a0", "b0", "b1"))
+    assert [member.address for member in alone.members] == ["b0", "b1"]
+
+
+def test_what_executors_have_no_room_for_is_refused_with_what_they_have_room_for() -> None:
+    group = policy(4, 2)
+    with pytest.raises(GroupMismatch, match=r"4 executors answer.*groups of 1 to 3"):
+        group.choose(0, executors("abcd", dp_sizes=range(1, 4)))
+    group = policy(2, 1)
+    form(group, 0, executors("ab", max_slots=4, held=(GHOST,) * 4))
+    with pytest.raises(GroupMismatch, match="4 slots for 8 experts"):
+        group.choose(1, executors("a", max_slots=4, held=(GHOST,) * 4))
+
+
+def test_suspects_wait_for_an_executor_to_spare_but_not_for_ever() -> None:
+    group = policy(2, 1)
+    form(group, 0, executors("ab"))
+    assert group.may_try_suspects(0, num_spares=0)
+    form(group, 1, executors("a"))
+    assert not group.may_try_suspects(1, num_spares=0)
+    assert not group.may_try_suspects(60, num_spares=0)
+    assert group.may_try_suspects(61, num_spares=0)
+    assert group.may_try_suspects(62, num_spares=1)
+    assert not group.may_try_suspects(63, num_spares=0)
+
+
+def ranks_kept(one: Formation | None, other: Formation | None) -> list[list[tuple[str, str]]]:
+    """The DP ranks of one group that the other has, in its order."""
+    if one is None or other is None:
+        return []
+    ours, theirs = ([[each.name for each in team] for team in g.teams] for g in (one, other))
+    return [team for team in ours if team in theirs]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_happens_a_group_keeps_to_its_sizes_and_is_whole_again_in_the_end(
+    seed: int,
+) -> None:
+    rng = random.Random(seed)
+    size = rng.randint(1, 5)
+    least = rng.randint(1, size)
+    peers = rng.choice([1, 1, 2])
+    strength = Strength(size * peers, least * peers)
+    group = ElasticPolicy(strength, SETTINGS, 0.0)
+    world = {
+        f"{number}.{rank}": executor(
+            f"{number}.{rank}",
+            attn_tp_rank=rank,
+            attn_tp_size=peers,
+            max_slots=-(-NUM_EXPERTS // (least * peers)),
+            expert_bytes=rng.choice([1, LARGE]),
+        )
+        for number in range(size + rng.randint(0, 2))
+        for rank in range(peers)
+    }
+    there, formation, formed = set(world), None, 0
+    for now in range(0, 6000, 10):
+        if now < 1800 and rng.random() < 0.15:
+            there ^= {name := rng.choice(sorted(world))}
+            world[name] = replace(world[name], instance_id=str(now), held=(GHOST,) * NUM_EXPERTS)
+        elif now == 1800:
+            there = set(world)
+        answering = [world[name] for name in sorted(there)]
+        members = set() if formation is None else {each.name for each in formation.members}
+        if members and members <= {each.name for each in answering}:
+            review = group.review(now, [each for each in answering if each.name not in members])
+            for spare, target in review.stages:
+                if rng.random() < 0.5:
+                    world[spare.address] = staged(spare, target)
+            if not review.grows:
+                continue
+        before = formation
+        try:
+            formation = group.choose(now, answering)
+        except ExecutorLost:
+            formation = None
+            continue
+        if rng.random() < 0.1:
+            formation = None  # its forming failed, and nobody is to blame
+            continue
+        group.note_formed(now, formation)
+        formed += 1
+        assert least <= len(formation.teams) <= size
+        assert len(set(formation.members)) == len(formation.members) == len(formation.slots)
+        assert sorted(e for row in formation.slots for e in row if e != GHOST) == list(range(8))
+        assert ranks_kept(before, formation) == ranks_kept(formation, before)
+        assert all(
+            [each.attn_tp_rank for each in team] == list(range(peers)) for team in formation.teams
+        )
+        for member, row in zip(formation.members, formation.slots, strict=True):
+            held = row + member.held[len(row) :]
+            world[member.address] = replace(world[member.address], held=held)
+    assert formation is not None
+    assert formed
+    assert len(formation.teams) == size, "nothing was lost for more than an hour"
