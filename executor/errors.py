@@ -11,6 +11,7 @@ RpcError               what the router sees
 ├── NotLoaded          UNAVAILABLE          the model is still loading
 ├── ShuttingDown       UNAVAILABLE          this process is about to end
 ├── JoinFailed         UNAVAILABLE          another member did not come, or a newer epoch began
+├── Held               FAILED_PRECONDITION  another router drives this executor
 ├── StaleEpoch         FAILED_PRECONDITION  a newer epoch has been seen
 ├── InvalidEpoch       INVALID_ARGUMENT     the epoch is one that no router has got to
 ├── InvalidRendezvous  INVALID_ARGUMENT     a secret that can be guessed, or a store of no member
@@ -53,6 +54,11 @@ class ShuttingDown(RpcError):
 class JoinFailed(RpcError):
     code = StatusCode.UNAVAILABLE
     reason = "JOIN_FAILED"
+
+
+class Held(RpcError):
+    code = StatusCode.FAILED_PRECONDITION
+    reason = "HELD"
 
 
 class StaleEpoch(RpcError):

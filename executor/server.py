@@ -24,6 +24,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -51,6 +52,7 @@ from executor.parallel.epochs import (
     join_address,
     split_address,
 )
+from executor.parallel.lease import Lease
 from protos.executor.beats import BEAT_S
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1 import executor_pb2_grpc
@@ -165,12 +167,16 @@ class Beats:
     """Beats of this process on every open Attend call.
 
     Args:
-        beat: Returns what to say now; how late it is, is filled in.
+        beat: Returns what to say now; how late it is, is filled in, and who drives.
+        lease: Gets the beats of routers.
         late_s: Gets how late each was.
     """
 
-    def __init__(self, beat: Callable[[], pb.AttendResponse], late_s: Histogram) -> None:
+    def __init__(
+        self, beat: Callable[[], pb.AttendResponse], lease: Lease, late_s: Histogram
+    ) -> None:
         self._beat = beat
+        self._lease = lease
         self._late_s = late_s
         self._wakes: set[asyncio.Event] = set()  # one for each call
         self._has_ended = False
@@ -178,7 +184,8 @@ class Beats:
     async def attend(self, requests: AsyncIterator[pb.AttendRequest], context: Context) -> None:
         """Beats until the router ends the call, or until `end`."""
         loop, wake = asyncio.get_running_loop(), asyncio.Event()
-        reader = asyncio.create_task(self._read(requests, context))
+        router = _Router()
+        reader = asyncio.create_task(self._read(requests, router, context))
         reader.add_done_callback(lambda _: wake.set())
         self._wakes.add(wake)
         due = loop.time()
@@ -188,6 +195,9 @@ class Beats:
                 self._late_s.observe(late_s)
                 beat = self._beat()
                 beat.late_ms = round(1000 * late_s)
+                driver = self._lease.driver
+                if driver is not None and driver.router_id != router.id:
+                    beat.driver.CopyFrom(pb.Driver(**driver._asdict()))
                 await context.write(beat)
                 due = loop.time() + BEAT_S
                 timer = loop.call_at(due, wake.set)
@@ -199,6 +209,8 @@ class Beats:
         finally:
             self._wakes.discard(wake)
             reader.cancel()
+            if router.id is not None:
+                self._lease.leave(router.id, was_driver=router.is_driver)
 
     def beat_now(self) -> None:
         """Has the next beat go out at once, on all calls."""
@@ -210,13 +222,25 @@ class Beats:
         self._has_ended = True
         self.beat_now()
 
-    async def _read(self, requests: AsyncIterator[pb.AttendRequest], context: Context) -> None:
+    async def _read(
+        self, requests: AsyncIterator[pb.AttendRequest], router: "_Router", context: Context
+    ) -> None:
         """Returns when no more beats come."""
-        router_id = None
         async for request in requests:
-            if router_id is None:
-                router_id = request.router_id
-                log.info("attended", router_id=router_id.hex(), peer=context.peer())
+            if router.id is None:
+                router.id = request.router_id
+                self._lease.attend(router.id)
+                log.info("attended", router_id=router.id.hex(), peer=context.peer())
+            was_driver, router.is_driver = router.is_driver, request.is_driver
+            self._lease.note_beat(router.id, is_driver=request.is_driver, was_driver=was_driver)
+
+
+@dataclass(slots=True)
+class _Router:
+    """Who attends in one call."""
+
+    id: bytes | None = None  # until its first beat
+    is_driver: bool = False  # as its last beat said
 
 
 class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
@@ -266,7 +290,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self._epochs = Epochs()
         self._joining: JoinAttempt | None = None  # the newest, while it is under way
         self._begun_step_id = 0
-        self._beats = Beats(self._beat, self._measures.beat_late_s)
+        self._lease = Lease(on_change=self._on_driver)
+        self._beats = Beats(self._beat, self._lease, self._measures.beat_late_s)
 
         # Set where no step runs, as a join has just ended; but an epoch ends at once, also while
         # the compute thread waits.
@@ -355,6 +380,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             response = pb.DescribeResponse()
             response.CopyFrom(self._description)
             response.epoch = self._epochs.newest
+            if (driver := self._lease.driver) is not None:
+                response.driver.CopyFrom(pb.Driver(**driver._asdict()))
             return response
 
     async def Prepare(self, request: pb.PrepareRequest, context: Context) -> pb.PrepareResponse:
@@ -362,7 +389,9 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             self._loaded_worker()
             if request.secret:
                 check_secret(request.secret)
+            self._lease.check(request.router_id)
             self._epochs.prepare(request.epoch)
+            self._lease.take(request.router_id)
             self._call_off_join(f"epoch {request.epoch} has begun")
             if not self._is_first or not request.secret:
                 return pb.PrepareResponse()
@@ -376,12 +405,15 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
                 raise NOT_ELASTIC
             if worker.has_peers:
                 _check_rendezvous(request)
+            self._lease.check(request.router_id)
             self._epochs.join(request.epoch)
             if request.kv_id != self._description.kv_id:
                 self._description.kv_id = uuid.uuid4().hex
             if self._stream is not None:
                 self._stream.end(StaleEpoch(f"epoch {request.epoch} has begun"))
                 self._stream = None
+                self._lease.note_steps(is_open=False)
+            self._lease.take(request.router_id)
             self._call_off_join(f"epoch {request.epoch} has begun")
             if worker.has_peers and request.store_address == self._store_address:
                 try:
@@ -432,6 +464,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
                 if self._stream is not None and not self._stream.has_ended:
                     raise StreamHeld("another stream drives this executor")
                 self._stream = stream
+                self._lease.note_steps(is_open=True)
                 stream.epoch = self._epoch if worker.has_peers else None
                 await self._answer(stream, requests, worker, context)
         finally:
@@ -464,6 +497,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         """Leaves the group that the stream was of, unless a newer Join has."""
         if self._stream is stream:
             self._stream = None
+            self._lease.note_steps(is_open=False)
         if stream.epoch is not None and stream.epoch == self._epochs.last_joined:
             self._leave()
         self._publish_readiness()
@@ -476,6 +510,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         try:
             async for request in requests:
                 arrival_ns = time.perf_counter_ns()
+                self._lease.note_step()
                 await stream.unanswered.acquire()
                 answer = loop.run_in_executor(
                     self._compute, self._step, stream, worker, request, arrival_ns
@@ -676,7 +711,11 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             step_id=self._begun_step_id,
             waits_for_peers=self._worker is not None and self._worker.waits_for_peers,
             quiet_ms=QUIET_MS if self._joining is not None else 0,
+            num_standbys=self._lease.num_standbys,
         )
+
+    def _on_driver(self) -> None:
+        self._beats.beat_now()  # a router that stands by takes over at once
 
     def _publish_readiness(self) -> None:
         self.health.set(READINESS, self._epoch is not None and not self._is_stopping)

@@ -22,6 +22,11 @@ An executor stands where its settings say, or, if it is elastic, where each Join
 router chooses ranks and which experts go into which slots. An elastic one that is in no group is a
 spare; Stage has it load the experts of a group to come.
 
+Several routers may know a group; one drives it. An executor refuses Prepare and Join of another one
+(HELD) while its driver has a stream open and was heard of within 600 ms. That keeps routers from taking
+a group from each other in turns; what keeps its steps safe are epochs. The others observe: Attend tells
+them of the driver, and at once when it is gone.
+
 Integers that come once per sequence or per token travel as columns: little-endian int32
 in `bytes`, written [B] for one entry per sequence of the batch. At 256 sequences such a
 column costs about 1 us to read, a message per sequence 300 times that
@@ -110,23 +115,61 @@ class AttendRequest(_message.Message):
 
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    IS_DRIVER_FIELD_NUMBER: _builtins.int
     router_id: _builtins.bytes
     """Random at each start of its process."""
     epoch: _builtins.int
     """The epoch of the group that it drives; 0 while that forms."""
+    is_driver: _builtins.bool
+    """Whether it drives this executor, or is about to: it says so from before its first Prepare or Join
+    until it leaves the group to another router.
+    """
     def __init__(
         self,
         *,
         router_id: _builtins.bytes = ...,
         epoch: _builtins.int = ...,
+        is_driver: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "is_driver", b"is_driver", "router_id", b"router_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AttendRequest: _TypeAlias = AttendRequest  # noqa: Y015
+
+@_typing.final
+class Driver(_message.Message):
+    """The router that last took an executor, by Prepare or Join."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTER_ID_FIELD_NUMBER: _builtins.int
+    SILENT_MS_FIELD_NUMBER: _builtins.int
+    HAS_STREAM_FIELD_NUMBER: _builtins.int
+    router_id: _builtins.bytes
+    """AttendRequest.router_id. Empty: one of a release that has none."""
+    silent_ms: _builtins.int
+    """Milliseconds since its last beat or step. 0 of one that does not beat, while it has a stream open."""
+    has_stream: _builtins.bool
+    """Whether it has a Step stream open here, or an Attend stream on which it says that it drives; or has
+    only just taken it.
+    """
+    def __init__(
+        self,
+        *,
+        router_id: _builtins.bytes = ...,
+        silent_ms: _builtins.int = ...,
+        has_stream: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_stream", b"has_stream", "router_id", b"router_id", "silent_ms", b"silent_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Driver: _TypeAlias = Driver  # noqa: Y015
 
 @_typing.final
 class AttendResponse(_message.Message):
@@ -139,7 +182,9 @@ class AttendResponse(_message.Message):
     WAITS_FOR_PEERS_FIELD_NUMBER: _builtins.int
     LATE_MS_FIELD_NUMBER: _builtins.int
     QUIET_MS_FIELD_NUMBER: _builtins.int
+    DRIVER_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    NUM_STANDBYS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The epoch that it is in; 0 if in none."""
     step_id: _builtins.int
@@ -156,6 +201,12 @@ class AttendResponse(_message.Message):
     """
     instance_id: _builtins.str
     """DescribeResponse.instance_id."""
+    num_standbys: _builtins.int
+    """Routers that attend it, and do not drive it."""
+    @_builtins.property
+    def driver(self) -> Global___Driver:
+        """Who drives it. Absent for the driver itself, and where nobody has since the start of its process."""
+
     def __init__(
         self,
         *,
@@ -164,11 +215,13 @@ class AttendResponse(_message.Message):
         waits_for_peers: _builtins.bool = ...,
         late_ms: _builtins.int = ...,
         quiet_ms: _builtins.int = ...,
+        driver: Global___Driver | None = ...,
         instance_id: _builtins.str = ...,
+        num_standbys: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["driver", b"driver"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "instance_id", b"instance_id", "late_ms", b"late_ms", "quiet_ms", b"quiet_ms", "step_id", b"step_id", "waits_for_peers", b"waits_for_peers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["driver", b"driver", "epoch", b"epoch", "instance_id", b"instance_id", "late_ms", b"late_ms", "num_standbys", b"num_standbys", "quiet_ms", b"quiet_ms", "step_id", b"step_id", "waits_for_peers", b"waits_for_peers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -231,6 +284,7 @@ class DescribeResponse(_message.Message):
     PEER_HOST_FIELD_NUMBER: _builtins.int
     KV_WINDOW_FIELD_NUMBER: _builtins.int
     KV_ID_FIELD_NUMBER: _builtins.int
+    DRIVER_FIELD_NUMBER: _builtins.int
     STORE_ADDRESS_FIELD_NUMBER: _builtins.int
     CAPABILITY_FIELD_NUMBER: _builtins.int
     RESIDENT_EXPERTS_FIELD_NUMBER: _builtins.int
@@ -303,6 +357,10 @@ class DescribeResponse(_message.Message):
         """What it drafts with. Absent: it has no draft model."""
 
     @_builtins.property
+    def driver(self) -> Global___Driver:
+        """Who drives it. Absent where nobody has since the start of its process."""
+
+    @_builtins.property
     def capability(self) -> Global___Capability:
         """The groups that it can be placed in. Absent: it is not elastic, coordinates are its only place, and
         a Join takes no placement.
@@ -325,13 +383,14 @@ class DescribeResponse(_message.Message):
         peer_host: _builtins.str = ...,
         kv_window: _builtins.int = ...,
         kv_id: _builtins.str = ...,
+        driver: Global___Driver | None = ...,
         store_address: _builtins.str = ...,
         capability: Global___Capability | None = ...,
         resident_experts: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "capability", b"capability", "coordinates", b"coordinates", "graph_sizes", b"graph_sizes", "model", b"model", "speculation", b"speculation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "capability", b"capability", "coordinates", b"coordinates", "driver", b"driver", "graph_sizes", b"graph_sizes", "model", b"model", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreement", b"agreement", "agreement_digest", b"agreement_digest", "budget", b"budget", "capability", b"capability", "coordinates", b"coordinates", "epoch", b"epoch", "graph_sizes", b"graph_sizes", "instance_id", b"instance_id", "kv_id", b"kv_id", "kv_window", b"kv_window", "model", b"model", "num_kv_blocks", b"num_kv_blocks", "num_rows", b"num_rows", "peer_host", b"peer_host", "resident_experts", b"resident_experts", "speculation", b"speculation", "store_address", b"store_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreement", b"agreement", "agreement_digest", b"agreement_digest", "budget", b"budget", "capability", b"capability", "coordinates", b"coordinates", "driver", b"driver", "epoch", b"epoch", "graph_sizes", b"graph_sizes", "instance_id", b"instance_id", "kv_id", b"kv_id", "kv_window", b"kv_window", "model", b"model", "num_kv_blocks", b"num_kv_blocks", "num_rows", b"num_rows", "peer_host", b"peer_host", "resident_experts", b"resident_experts", "speculation", b"speculation", "store_address", b"store_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -633,6 +692,7 @@ class PrepareRequest(_message.Message):
 
     EPOCH_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
+    ROUTER_ID_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Above every epoch used before with this group."""
     secret: _builtins.bytes
@@ -640,15 +700,18 @@ class PrepareRequest(_message.Message):
     connections carry proofs under it, so who does not know it is none of the group. Empty: no store
     is opened, as where the call only takes the executor nearer to an epoch.
     """
+    router_id: _builtins.bytes
+    """AttendRequest.router_id of the router that calls."""
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         secret: _builtins.bytes = ...,
+        router_id: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "secret", b"secret"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "router_id", b"router_id", "secret", b"secret"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -688,6 +751,7 @@ class JoinRequest(_message.Message):
     PEER_HOSTS_FIELD_NUMBER: _builtins.int
     KV_ID_FIELD_NUMBER: _builtins.int
     PLACEMENT_FIELD_NUMBER: _builtins.int
+    ROUTER_ID_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Above every epoch used before with this group; the one given to Prepare, if that was called."""
     store_address: _builtins.str
@@ -700,6 +764,8 @@ class JoinRequest(_message.Message):
     """DescribeResponse.kv_id, if the router that drove this executor in the epoch of that id goes on with
     what its blocks hold. Empty: it does not.
     """
+    router_id: _builtins.bytes
+    """AttendRequest.router_id of the router that calls."""
     @_builtins.property
     def peer_hosts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """DescribeResponse.peer_host of each member."""
@@ -717,10 +783,11 @@ class JoinRequest(_message.Message):
         peer_hosts: _abc.Iterable[_builtins.str] | None = ...,
         kv_id: _builtins.str = ...,
         placement: Global___Placement | None = ...,
+        router_id: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "kv_id", b"kv_id", "peer_hosts", b"peer_hosts", "placement", b"placement", "secret", b"secret", "store_address", b"store_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "kv_id", b"kv_id", "peer_hosts", b"peer_hosts", "placement", b"placement", "router_id", b"router_id", "secret", b"secret", "store_address", b"store_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

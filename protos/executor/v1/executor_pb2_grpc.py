@@ -90,6 +90,8 @@ class ExecutorServiceServicer:
         after a call of a stranger to another member, is called with numbers on the way, first or not.
 
         Errors:
+        FAILED_PRECONDITION  HELD          another router drives this executor; its ErrorInfo has that
+        one's `router_id` in hexadecimal.
         FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before.
         INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
         INVALID_ARGUMENT     INVALID_RENDEZVOUS the secret can be guessed.
@@ -105,6 +107,7 @@ class ExecutorServiceServicer:
         executor waits no longer; nor does it once a newer epoch begins.
 
         Errors:
+        FAILED_PRECONDITION  HELD          as of Prepare.
         FAILED_PRECONDITION  STALE_EPOCH   the epoch is below one seen before, or was joined.
         INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
         INVALID_ARGUMENT     INVALID_RENDEZVOUS the secret can be guessed, or the store is at no

@@ -22,6 +22,11 @@ An executor stands where its settings say, or, if it is elastic, where each Join
 router chooses ranks and which experts go into which slots. An elastic one that is in no group is a
 spare; Stage has it load the experts of a group to come.
 
+Several routers may know a group; one drives it. An executor refuses Prepare and Join of another one
+(HELD) while its driver has a stream open and was heard of within 600 ms. That keeps routers from taking
+a group from each other in turns; what keeps its steps safe are epochs. The others observe: Attend tells
+them of the driver, and at once when it is gone.
+
 Integers that come once per sequence or per token travel as columns: little-endian int32
 in `bytes`, written [B] for one entry per sequence of the batch. At 256 sequences such a
 column costs about 1 us to read, a message per sequence 300 times that
@@ -77,6 +82,8 @@ class ExecutorServiceStub:
     after a call of a stranger to another member, is called with numbers on the way, first or not.
 
     Errors:
+      FAILED_PRECONDITION  HELD          another router drives this executor; its ErrorInfo has that
+                                         one's `router_id` in hexadecimal.
       FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before.
       INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
       INVALID_ARGUMENT     INVALID_RENDEZVOUS the secret can be guessed.
@@ -88,6 +95,7 @@ class ExecutorServiceStub:
     executor waits no longer; nor does it once a newer epoch begins.
 
     Errors:
+      FAILED_PRECONDITION  HELD          as of Prepare.
       FAILED_PRECONDITION  STALE_EPOCH   the epoch is below one seen before, or was joined.
       INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
       INVALID_ARGUMENT     INVALID_RENDEZVOUS the secret can be guessed, or the store is at no
@@ -156,6 +164,8 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
     after a call of a stranger to another member, is called with numbers on the way, first or not.
 
     Errors:
+      FAILED_PRECONDITION  HELD          another router drives this executor; its ErrorInfo has that
+                                         one's `router_id` in hexadecimal.
       FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before.
       INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
       INVALID_ARGUMENT     INVALID_RENDEZVOUS the secret can be guessed.
@@ -167,6 +177,7 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
     executor waits no longer; nor does it once a newer epoch begins.
 
     Errors:
+      FAILED_PRECONDITION  HELD          as of Prepare.
       FAILED_PRECONDITION  STALE_EPOCH   the epoch is below one seen before, or was joined.
       INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
       INVALID_ARGUMENT     INVALID_RENDEZVOUS the secret can be guessed, or the store is at no
@@ -244,6 +255,8 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         after a call of a stranger to another member, is called with numbers on the way, first or not.
 
         Errors:
+          FAILED_PRECONDITION  HELD          another router drives this executor; its ErrorInfo has that
+                                             one's `router_id` in hexadecimal.
           FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before.
           INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
           INVALID_ARGUMENT     INVALID_RENDEZVOUS the secret can be guessed.
@@ -261,6 +274,7 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         executor waits no longer; nor does it once a newer epoch begins.
 
         Errors:
+          FAILED_PRECONDITION  HELD          as of Prepare.
           FAILED_PRECONDITION  STALE_EPOCH   the epoch is below one seen before, or was joined.
           INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
           INVALID_ARGUMENT     INVALID_RENDEZVOUS the secret can be guessed, or the store is at no

@@ -9,7 +9,8 @@ from executor.metrics import Measures
 from executor.server import QUIET_MS
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.support.fake_worker import TIMEOUT_S, FakeWorker, HeldGroups, held_step
-from tests.executor.support.servers import reason_of, serving
+from tests.executor.support.ranks.ranks import SECRET
+from tests.executor.support.servers import join_request, reason_of, serving
 
 
 async def attended(client: Any) -> Any:
@@ -97,3 +98,60 @@ async def test_beats_end_with_the_process_and_do_not_begin_before_it_has_loaded(
     assert await reason_of(call) == "SHUTTING_DOWN"
     async with serving(None) as (_, loading):
         assert await reason_of(await attended(loading)) == "NOT_LOADED"
+
+
+def join_of(router_id: bytes, epoch: int) -> pb.JoinRequest:
+    request = join_request(epoch)
+    request.router_id = router_id
+    return request
+
+
+async def test_an_executor_whose_driver_is_there_is_refused_to_other_routers(fake: Any):
+    _, client = fake
+    driver = client.executor.Attend()
+    await driver.write(pb.AttendRequest(router_id=b"driver", is_driver=True))
+    await driver.read()
+    await client.executor.Join(join_of(b"driver", 1))
+    for call in (
+        client.executor.Join(join_of(b"other", 2)),
+        client.executor.Prepare(pb.PrepareRequest(epoch=2, secret=SECRET, router_id=b"other")),
+    ):
+        assert await reason_of(call) == "HELD"
+    told = (await client.executor.Describe(pb.DescribeRequest())).driver
+    assert (told.router_id, told.has_stream) == (b"driver", True)
+    await client.executor.Join(join_of(b"driver", 2))
+    driver.cancel()
+    while (await client.executor.Describe(pb.DescribeRequest())).driver.has_stream:
+        await asyncio.sleep(0)
+    await client.executor.Join(join_of(b"other", 3))
+
+
+async def test_routers_that_observe_are_told_at_once_who_drives_and_when_it_is_gone(
+    fake: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("executor.server.BEAT_S", 3600.0)
+    _, client = fake
+    call = await attended(client)
+    assert not (await call.read()).HasField("driver")
+    async with asyncio.timeout(TIMEOUT_S):
+        await client.executor.Join(join_of(b"driver", 1))
+        while not (beat := await call.read()).HasField("driver"):
+            pass
+        assert (beat.driver.router_id, beat.driver.has_stream) == (b"driver", True)
+        steps = await client.begin(1)
+        await steps.read()
+        steps.cancel()
+        while (await call.read()).driver.has_stream:
+            pass
+
+
+async def test_the_driver_is_told_how_many_routers_stand_by(fake: Any):
+    _, client = fake
+    driver = client.executor.Attend()
+    await driver.write(pb.AttendRequest(router_id=b"driver", is_driver=True))
+    await client.executor.Join(join_of(b"driver", 1))
+    other = await attended(client)
+    beat = await beat_with(driver, num_standbys=1)
+    assert not beat.HasField("driver")
+    other.cancel()
+    await beat_with(driver, num_standbys=0)
