@@ -2,13 +2,14 @@
 
 import math
 from bisect import insort
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 import numpy.typing as npt
 
 from router.scheduling.kv.block_pool import BlockPools
-from router.scheduling.kv.prefix_cache import NO_PREFIX, CachedPrefix
+from router.scheduling.kv.prefix_cache import CachedPrefix
 from router.scheduling.sequence_table import SequenceTable
 from router.scheduling.step import GroupShape
 from router.scheduling.step_budget import Prices, Prompt, Turn
@@ -84,6 +85,7 @@ class RankLoads:
         for rank, of_rank in enumerate(prompts):
             for prompt in of_rank:
                 self._promise(rank, prompt, int(table.num_blocks[prompt.row]))
+        self._last_turn = max((of_rank[-1].turn for of_rank in prompts if of_rank), default=())
         self._work, self._room = self._look()
         self.is_stuck = False
 
@@ -91,7 +93,7 @@ class RankLoads:
         self,
         turn: Turn,
         num_tokens: int,
-        cached: SequenceOf[CachedPrefix],
+        found: Mapping[int, CachedPrefix],
         *,
         goes_on: bool = False,
     ) -> int | None:
@@ -100,7 +102,7 @@ class RankLoads:
         Args:
             turn: Its place in the line.
             num_tokens: Known tokens of the sequence.
-            cached: [dp_size] its prefix in each rank's cache.
+            found: Its prefix in the caches of the ranks that have any of it.
             goes_on: Whether it has output: after a loss many do at once, and what one computes again
                 holds up all the others, so it counts twice.
 
@@ -109,26 +111,32 @@ class RankLoads:
             something of the sequence in this step.
         """
         block_size, work = self._shape.block_size, self._work
-        num_taken = np.full(len(work), self._num_missing(num_tokens, 0))
-        hits = [rank for rank, prefix in enumerate(cached) if prefix is not NO_PREFIX]
-        if hits:
+        fits = self._room >= self._num_missing(num_tokens, 0)
+        if found:
             work = work.copy()
-            for rank in hits:
-                num_taken[rank] = self._num_taken(rank, num_tokens, cached[rank])
-                work[rank] -= (1 + goes_on) * len(cached[rank].blocks) * block_size
-        fits = num_taken <= self._room
+            for rank, prefix in found.items():
+                fits[rank] = self._num_taken(rank, num_tokens, prefix) <= self._room[rank]
+                work[rank] -= (1 + goes_on) * len(prefix.blocks) * block_size
         self.is_stuck = not np.count_nonzero(fits)
-        behind = np.zeros(len(work), dtype=np.int64)
+        before = self._num_left
+        if turn < self._last_turn:
+            behind = self._num_left_behind(turn)
+            before = before - behind
+            work = work + BEHIND * behind
+        fits &= before < self._limits
+        if not np.count_nonzero(fits):
+            return None
+        return int(np.where(fits, work + before, math.inf).argmin())
+
+    def _num_left_behind(self, turn: Turn) -> npt.NDArray[np.int64]:
+        """Returns int64 [dp_size], prompt tokens that run later than a place in the line."""
+        behind = np.zeros(len(self._prompts), dtype=np.int64)
         for rank, prompts in enumerate(self._prompts):
             for prompt in reversed(prompts):
                 if prompt.turn < turn:
                     break
                 behind[rank] += prompt.left
-        before = self._num_left - behind
-        fits &= before < self._limits
-        if not np.count_nonzero(fits):
-            return None
-        return int(np.where(fits, work + (before + BEHIND * behind), math.inf).argmin())
+        return behind
 
     def _num_taken(self, rank: int, num_tokens: int, cached: CachedPrefix) -> int:
         """Returns blocks that a sequence would take from a rank's pool in all."""
@@ -138,6 +146,7 @@ class RankLoads:
     def add(self, rank: int, prompt: Prompt, num_held: int) -> None:
         """Counts a prompt that was just bound, and holds so many blocks of others."""
         insort(self._prompts[rank], prompt)
+        self._last_turn = max(self._last_turn, prompt.turn)
         self._promise(rank, prompt, num_held)
         pool, table = self._pools[rank], self._table
         self._work[rank] = self._num_decodes[rank] + self._kv_work * pool.num_used

@@ -43,6 +43,7 @@ from router.scheduling.commit import (
 )
 from router.scheduling.counters import GroupMeasures, TokenGaps
 from router.scheduling.kv.prefix_cache import (
+    NO_PREFIX,
     CachedPrefix,
     PrefixCache,
     Wanted,
@@ -383,13 +384,14 @@ class Scheduler:
     def _bind_to_best_rank(self, sequence: Sequence, loads: RankLoads) -> bool:
         num_tokens = len(sequence.tokens)  # once bound, its tokens are a whole row
         wanted = self._wanted_blocks(sequence)
-        cached = [cache.find(wanted) for cache in self.caches]
+        found = PrefixCache.find_in(self.caches, wanted)
         goes_on = sequence.num_output_tokens > 0
-        rank = loads.pick(self._turn(sequence), num_tokens, cached, goes_on=goes_on)
+        rank = loads.pick(self._turn(sequence), num_tokens, found, goes_on=goes_on)
         if rank is None:
             return False
-        row = self._bind(self._waiting.pop(), rank, cached[rank])
-        loads.add(rank, self._prompt(row), len(cached[rank].blocks))
+        cached = found.get(rank, NO_PREFIX)
+        row = self._bind(self._waiting.pop(), rank, cached)
+        loads.add(rank, self._prompt(row), len(cached.blocks))
         return True
 
     def _wanted_blocks(self, sequence: Sequence) -> Wanted:

@@ -57,10 +57,13 @@ class Tails:
 
     Args:
         num_blocks: Blocks of the rank's pool.
+
+    Attributes:
+        by_key: The number of each and itself, as it was added; for others to look into.
     """
 
     def __init__(self, num_blocks: int) -> None:
-        self._by_key: dict[bytes, tuple[int, Tail]] = {}
+        self.by_key: dict[bytes, tuple[int, Tail]] = {}
         self._last_number = 0
         self._num_blocks = 0
         self._num_held = 0  # blocks of all tails, those that were evicted among them
@@ -71,9 +74,6 @@ class Tails:
         """Blocks that are there."""
         return self._num_blocks
 
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._by_key
-
     def add(self, tail: Tail) -> Tail | None:
         """Adds a tail. If one begins alike, takes that out instead and returns what it still has."""
         key, count = tail.key, len(tail.block_ids)
@@ -81,7 +81,7 @@ class Tails:
         if other is not None:
             return other
         self._last_number += 1
-        self._by_key[key] = self._last_number, tail
+        self.by_key[key] = self._last_number, tail
         self._number_of[tail.block_ids] = self._last_number
         self._num_blocks += count
         self._num_held += count
@@ -91,7 +91,7 @@ class Tails:
 
     def get(self, key: bytes) -> Tail | None:
         """Returns a tail as far as it is there."""
-        number, tail = self._by_key.get(key, (0, None))
+        number, tail = self.by_key.get(key, (0, None))
         if tail is None:
             return None
         is_gone = self._number_of[tail.block_ids] != number
@@ -104,7 +104,7 @@ class Tails:
     def pop(self, key: bytes) -> Tail | None:
         """Takes a tail out, as far as it is there."""
         tail = self.get(key)
-        _, whole = self._by_key.pop(key, (0, None))
+        _, whole = self.by_key.pop(key, (0, None))
         if whole is not None:
             self._num_held -= len(whole.block_ids)
         if tail is not None:
@@ -118,7 +118,6 @@ class Tails:
 
     def _sweep(self) -> None:
         """Drops the tails of which nothing is there."""
-        self._by_key = {
-            key: entry for key, entry in self._by_key.items() if self.get(key) is not None
-        }
-        self._num_held = sum(len(tail.block_ids) for _, tail in self._by_key.values())
+        for key in [key for key in self.by_key if self.get(key) is None]:
+            del self.by_key[key]
+        self._num_held = sum(len(tail.block_ids) for _, tail in self.by_key.values())

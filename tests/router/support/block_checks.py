@@ -39,4 +39,4 @@ def check_cache(cache: PrefixCache) -> None:
     in_tails = np.flatnonzero(tails._number_of).tolist()
     assert len(tails) == len(in_tails)
     assert set(in_tails) <= set(kept) - set(named.values())
-    assert all(tail.key == key for key, (_, tail) in tails._by_key.items())
+    assert all(tail.key == key for key, (_, tail) in tails.by_key.items())
