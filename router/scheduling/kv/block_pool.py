@@ -17,7 +17,7 @@ NO_BLOCKS: BlockIds = np.zeros(0, dtype=np.int32)
 SCRATCH_BLOCK = 0  # padded rows read and write here; never handed out
 
 # A pool that runs short evicts this share of itself at once: one block costs as much as many.
-EVICTED_SHARE = 1 / 256
+EVICTED_SHARE = 1 / 64
 
 
 class BlockPool:

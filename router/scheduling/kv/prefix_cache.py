@@ -115,7 +115,7 @@ class PrefixCache:
         self.pool = BlockPool(num_blocks, on_evict=self._forget)
         self._block_of: dict[BlockHash, int] = {}
         self.log = BlockLog(self._block_of, num_blocks) if is_logged else None
-        self._hash_of = [b""] * num_blocks  # b"": the block has no name
+        self._hash_of = np.full(num_blocks, b"", dtype=object)  # b"": the block has no name
         self._tails = Tails(num_blocks)
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
@@ -219,9 +219,7 @@ class PrefixCache:
             is_owner = [owner == block_id for owner, block_id in zip(owners, ids, strict=True)]
             self.pool.discard(block_ids[~np.array(is_owner)])
             hashes, ids = list(compress(hashes, is_owner)), list(compress(ids, is_owner))
-        hash_of = self._hash_of
-        for name, block_id in zip(hashes, ids, strict=True):
-            hash_of[block_id] = name
+        self._hash_of[ids] = hashes
         return is_owner
 
     def is_missing(self, name: BlockHash) -> bool:
@@ -244,11 +242,9 @@ class PrefixCache:
     def _forget(self, block_ids: BlockIds) -> None:
         if len(self._tails):
             self._tails.forget(block_ids)
-        block_of, hash_of, ids = self._block_of, self._hash_of, block_ids.tolist()
-        names = [name for block_id in ids if (name := hash_of[block_id])]
+        names = list(filter(None, self._hash_of[block_ids].tolist()))
+        self._hash_of[block_ids] = b""
         for name in names:
-            del block_of[name]
-        for block_id in ids:
-            hash_of[block_id] = b""
+            del self._block_of[name]
         if self.log is not None:
             self.log.forget(names)
