@@ -24,7 +24,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -166,6 +166,8 @@ class StepStream:
 class Beats:
     """Beats of this process on every open Attend call.
 
+    The router that drives the epoch takes answers of steps for beats, so it gets none while it gets them.
+
     Args:
         beat: Returns what to say now; how late it is, is filled in, and who drives.
         lease: Gets the beats of routers.
@@ -178,16 +180,16 @@ class Beats:
         self._beat = beat
         self._lease = lease
         self._late_s = late_s
-        self._wakes: set[asyncio.Event] = set()  # one for each call
+        self._routers: list[_Router] = []  # one for each call
+        self._answered_epoch, self._answer_time = 0, 0.0
         self._has_ended = False
 
     async def attend(self, requests: AsyncIterator[pb.AttendRequest], context: Context) -> None:
         """Beats until the router ends the call, or until `end`."""
-        loop, wake = asyncio.get_running_loop(), asyncio.Event()
-        router = _Router()
+        loop, router = asyncio.get_running_loop(), _Router()
         reader = asyncio.create_task(self._read(requests, router, context))
-        reader.add_done_callback(lambda _: wake.set())
-        self._wakes.add(wake)
+        reader.add_done_callback(lambda _: router.wake.set())
+        self._routers.append(router)
         due = loop.time()
         try:
             while not (self._has_ended or reader.done()):
@@ -200,22 +202,30 @@ class Beats:
                     beat.driver.CopyFrom(pb.Driver(**driver._asdict()))
                 await context.write(beat)
                 due = loop.time() + BEAT_S
-                timer = loop.call_at(due, wake.set)
-                await wake.wait()
-                timer.cancel()
-                wake.clear()
+                while not await router.is_woken_before(due) and self._answers_until(router) > due:
+                    due = self._answers_until(router)
             if reader.done():
                 reader.result()
         finally:
-            self._wakes.discard(wake)
+            self._routers.remove(router)
             reader.cancel()
             if router.id is not None:
                 self._lease.leave(router.id, was_driver=router.is_driver)
 
+    def note_answer(self, epoch: int) -> None:
+        """Notes that the router that drives this epoch is sent an answer now."""
+        self._answered_epoch = epoch
+        self._answer_time = asyncio.get_running_loop().time()
+
+    def _answers_until(self, router: "_Router") -> float:
+        """Returns until when the answers that a router was sent need no beat."""
+        is_told = router.epoch == self._answered_epoch
+        return self._answer_time + BEAT_S if is_told else 0.0
+
     def beat_now(self) -> None:
         """Has the next beat go out at once, on all calls."""
-        for wake in self._wakes:
-            wake.set()
+        for router in self._routers:
+            router.wake.set()
 
     def end(self) -> None:
         """Ends all calls."""
@@ -231,6 +241,7 @@ class Beats:
                 router.id = request.router_id
                 self._lease.attend(router.id)
                 log.info("attended", router_id=router.id.hex(), peer=context.peer())
+            router.epoch = request.epoch
             was_driver, router.is_driver = router.is_driver, request.is_driver
             self._lease.note_beat(router.id, is_driver=request.is_driver, was_driver=was_driver)
 
@@ -241,6 +252,17 @@ class _Router:
 
     id: bytes | None = None  # until its first beat
     is_driver: bool = False  # as its last beat said
+    epoch: int = 0  # that it drives, likewise
+    wake: asyncio.Event = field(default_factory=asyncio.Event)  # set when a beat is due at once
+
+    async def is_woken_before(self, time_s: float) -> bool:
+        """Waits until a time on the event loop's clock. Returns whether a beat is due before."""
+        loop = asyncio.get_running_loop()
+        timer = loop.call_at(time_s, self.wake.set)
+        await self.wake.wait()
+        self.wake.clear()
+        timer.cancel()
+        return loop.time() < time_s
 
 
 class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
@@ -489,6 +511,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
                     raise answer
                 if answer is not None:
                     await context.write(answer)
+                    self._beats.note_answer(answer.epoch)
         finally:
             stream.has_ended = True
             reader.cancel()

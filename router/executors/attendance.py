@@ -1,8 +1,14 @@
-"""Attend calls to a group's executors: beats both ways, and the clock by which silence is judged."""
+"""Attend calls to a group's executors: beats both ways, and the clock by which silence is judged.
+
+A step that is sent, or its answer, says as well as a beat that who sent it is alive. So each side beats
+only when it has sent the other nothing for the time between beats: none travels while steps do. Nor does
+a timer run out then, which costs more than a step's part in it: what is due is done beside a step.
+"""
 
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 
 import grpc
 import structlog
@@ -26,12 +32,27 @@ FLOOD_GAP_S = 0.01  # between beats; of an executor that sends more, few are rea
 ROUTER_ID = secrets.token_bytes(16)
 
 
+@dataclass(slots=True)
+class _Attended:
+    """An executor that is attended.
+
+    Attributes:
+        told: The last beat to it.
+        due: Set when a beat is due on the present call.
+    """
+
+    channel: grpc.aio.Channel
+    task: asyncio.Task[None] | None = None
+    told: bytes = b""
+    due: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class Attendance:
     """Beats of the executors at some addresses.
 
     Args:
         suspicion: Gets the beats, by address.
-        epoch: Returns the group's epoch; 0 while it forms.
+        epoch: Returns the epoch in which the executor at an address is sent steps; 0: in none.
         on_tick: Called with the time, on the event loop's clock, when silences are to be judged.
         on_news: Called when an executor beats that did not before.
 
@@ -43,7 +64,7 @@ class Attendance:
         self,
         suspicion: Suspicion,
         *,
-        epoch: Callable[[], int],
+        epoch: Callable[[str], int],
         on_tick: Callable[[float], None],
         on_news: Callable[[], None],
     ) -> None:
@@ -51,56 +72,83 @@ class Attendance:
         self._epoch = epoch
         self._on_tick = on_tick
         self._on_news = on_news
-        self._clock = asyncio.get_running_loop().time
-        self._tasks: dict[str, tuple[grpc.aio.Channel, asyncio.Task[None]]] = {}
-        self._ticking: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._clock = self._loop.time
+        self._attended: dict[str, _Attended] = {}
+        self._timer: asyncio.TimerHandle | None = None  # of the next tick
+        self._tick_time = self._beat_time = self._step_time = -BEAT_S
         self.without_beats: set[str] = set()
 
     def attend(self, address: str, channel: grpc.aio.Channel) -> None:
         """Sees to it that an executor is attended over this channel, until `leave` or `close`."""
-        if self._ticking is None:
-            self._ticking = asyncio.create_task(self._tick(), name="judge silences")
-        attended = self._tasks.get(address)
-        if attended is not None:
-            if attended[0] is channel and not attended[1].done():
+        if self._timer is None:
+            self._beat_time = self._clock()
+            self._timer = self._loop.call_later(TICK_S, self._tick)
+        attended = self._attended.get(address)
+        if attended is not None and attended.task is not None:
+            if attended.channel is channel and not attended.task.done():
                 return
-            attended[1].cancel()
+            attended.task.cancel()
             self._suspicion.note_end(address)
-        task = asyncio.create_task(self._attend(address, channel), name=f"attend {address}")
-        self._tasks[address] = channel, task
+        self._attended[address] = attended = _Attended(channel)
+        attended.task = asyncio.create_task(
+            self._attend(address, attended), name=f"attend {address}"
+        )
 
     def leave(self, address: str) -> None:
         """Attends an executor no more, and forgets it."""
-        attended = self._tasks.pop(address, None)
-        if attended is not None:
-            attended[1].cancel()
+        attended = self._attended.pop(address, None)
+        if attended is not None and attended.task is not None:
+            attended.task.cancel()
         self.without_beats.discard(address)
         self._suspicion.forget(address)
 
     def close(self) -> None:
         """Attends nobody any more."""
-        for address in list(self._tasks):
+        for address in list(self._attended):
             self.leave(address)
-        if self._ticking is not None:
-            self._ticking.cancel()
-            self._ticking = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-    async def _tick(self) -> None:
-        while True:
-            due = self._clock() + TICK_S
-            await asyncio.sleep(TICK_S)
-            now = self._clock()
-            if now - due > LATE_S:
-                self._suspicion.excuse(now - due)
-            self._on_tick(now)
+    def note_step(self) -> None:
+        """Notes that all members of the epoch are sent a step now."""
+        self._step_time = self._clock()
+        if self._timer is not None and self._step_time - self._tick_time >= BEAT_S:
+            self._tick()
 
-    async def _attend(self, address: str, channel: grpc.aio.Channel) -> None:
+    def _tick(self) -> None:
+        """Judges silences, and sends the beats that are due."""
+        assert self._timer is not None
+        now, due = self._clock(), self._timer.when()
+        if now - due > LATE_S:
+            self._suspicion.excuse(now - due)
+        self._tick_time = now
+        self._on_tick(now)
+        has_steps = now - self._step_time < BEAT_S
+        if now - self._beat_time > BEAT_S - TICK_S / 2:
+            self._beat_time = now
+            for address, attended in self._attended.items():
+                is_stepped = has_steps and self._epoch(address)
+                if not is_stepped or self._beat_to(address) != attended.told:
+                    attended.due.set()
+        if self._timer is not None:
+            self._timer.cancel()
+            wait_s = BEAT_S + TICK_S if has_steps else TICK_S
+            self._timer = self._loop.call_at(now + wait_s, self._tick)
+
+    async def _attend(self, address: str, attended: _Attended) -> None:
         # Beats come as bytes: what is none of ours shall have an error, and not end in gRPC's log.
-        method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
+        method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = attended.channel.stream_stream(
             ATTEND, request_serializer=None, response_deserializer=None
         )
         while True:
-            code = await self._listen(address, method(self._beats()))
+            attended.due = due = asyncio.Event()
+            try:
+                code = await self._listen(address, method(self._beats(address, attended, due)))
+            finally:
+                attended.due = asyncio.Event()
+                due.set()  # or gRPC's task would wait for it for ever
             self._suspicion.note_end(address)
             if code is grpc.StatusCode.UNIMPLEMENTED:
                 if address not in self.without_beats:
@@ -110,10 +158,18 @@ class Attendance:
             is_away = code is grpc.StatusCode.UNAVAILABLE
             await asyncio.sleep(RETRY_S if is_away else REFUSED_RETRY_S)
 
-    async def _beats(self) -> AsyncIterator[bytes]:
-        while True:
-            yield pb.AttendRequest(router_id=ROUTER_ID, epoch=self._epoch()).SerializeToString()
-            await asyncio.sleep(BEAT_S)
+    async def _beats(
+        self, address: str, attended: _Attended, due: asyncio.Event
+    ) -> AsyncIterator[bytes]:
+        while attended.due is due:
+            due.clear()
+            attended.told = self._beat_to(address)
+            yield attended.told
+            await due.wait()
+
+    def _beat_to(self, address: str) -> bytes:
+        request = pb.AttendRequest(router_id=ROUTER_ID, epoch=self._epoch(address))
+        return request.SerializeToString()
 
     async def _listen(
         self, address: str, call: grpc.aio.StreamStreamCall[bytes, bytes]

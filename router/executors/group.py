@@ -4,7 +4,7 @@ import asyncio
 import json
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -104,7 +104,7 @@ class GroupSettings(DeadlineSettings):
             lambda ms: ms == 0 or ms >= MIN_SILENT_AFTER_MS,
         ),
     )
-    """Milliseconds without a beat after which an executor is suspect, unless its gaps of the last
+    """Milliseconds without a beat or an answer after which an executor is suspect, unless its gaps of the last
     minute say more; it is lost when another one waits for it, or 200 ms later. 0 goes without beats: by
     pings and the deadlines of steps."""
 
@@ -146,12 +146,13 @@ class ExecutorGroup:
         self._kv_ids: dict[str, str] = {}  # by address, of the last epoch that was formed
         self._left_out: dict[str, tuple[str, str]] = {}  # by address: instance, and what it said
         self._streams: list[StepStream] = []
+        self._driven: Collection[str] = ()  # addresses of those that they are to
         self._asking: asyncio.Task[None] | None = None  # why this epoch is over
         self._loss: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._suspicion = Suspicion(settings.silent_after_ms / 1000)
         self._attendance = Attendance(
             self._suspicion,
-            epoch=lambda: self._epoch if self._streams else 0,
+            epoch=lambda address: self._epoch if address in self._driven else 0,
             on_tick=self._judge,
             on_news=lambda: self._is_news.set(),
         )
@@ -194,11 +195,13 @@ class ExecutorGroup:
                 str(member),
                 self._channels[member.address],
                 self._loss,
+                partial(self._suspicion.note_answer, member.address),
                 partial(self._on_stream_end, self._loss, member),
                 max_answer_bytes,
             )
             for member in members
         ]
+        self._driven = {member.address for member in members}
         return replace(info, kv_ids=_kv_ids_of_ranks(members, self._kv_ids))
 
     def send(self, step: InFlight) -> None:
@@ -212,6 +215,7 @@ class ExecutorGroup:
         for index, stream in enumerate(self._streams):
             stream.send(step.requests[index // self._num_peers])
         step.sent = perf_counter()
+        self._attendance.note_step()
 
     async def receive(self, step: InFlight) -> StepResult:
         """Returns the result of the earliest step that has not come back."""
@@ -341,12 +345,8 @@ class ExecutorGroup:
 
     def _judge(self, now: float) -> None:
         """Ends the epoch, or the forming, if an executor has fallen silent."""
-        answer_times = {
-            member.address: stream.answer_time
-            for member, stream in zip(self._members, self._streams, strict=False)
-        }
         is_idle = bool(self._streams) and all(stream.is_idle for stream in self._streams)
-        for silence in self._suspicion.judge(now, self._epoch, answer_times, is_idle=is_idle):
+        for silence in self._suspicion.judge(now, self._epoch, is_idle=is_idle):
             problem = _describe_silence(silence, self._name)
             log.warning("executor_silent", problem=problem)
             self._end_streams()
@@ -402,6 +402,7 @@ class ExecutorGroup:
         if self._asking is not None:
             self._asking.cancel()
         self._streams, self._asking, self._last_step_id = [], None, 0
+        self._driven = ()
         self._has_scored = False
         self._loss = asyncio.get_running_loop().create_future()
 
@@ -578,8 +579,8 @@ def _describe_late(
 def _describe_silence(silence: Silence, name: Callable[[str], str]) -> str:
     """Says which executor counts as lost for want of beats."""
     waiting = ", ".join(map(name, silence.waiting))
-    why = f"{waiting} waits for it" if waiting else "nothing else came of it either"
-    return f"{name(silence.name)} is silent: no beat for {silence.seconds:.2f} s, and {why}"
+    why = f", and {waiting} waits for it" if waiting else ""
+    return f"{name(silence.name)} is silent: no beat and no answer for {silence.seconds:.2f} s{why}"
 
 
 def _names(members: Sequence[Member]) -> str:

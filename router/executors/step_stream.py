@@ -35,12 +35,12 @@ class StepStream:
         name: Who it is, for errors.
         channel: To the executor.
         loss: Has an ExecutorLost when the group is lost; a `receive` that waits raises it.
+        on_answer: Told when an answer has come, on the event loop's clock.
         on_end: Told why the stream ended before `close`.
         max_answer_bytes: See below.
 
     Attributes:
         max_answer_bytes: A longer answer is not read.
-        answer_time: When the last answer came, on the event loop's clock; at first, when it was opened.
     """
 
     def __init__(
@@ -48,18 +48,19 @@ class StepStream:
         name: str,
         channel: grpc.aio.Channel,
         loss: asyncio.Future[None],
+        on_answer: Callable[[float], None],
         on_end: Callable[[ExecutorLost], None],
         max_answer_bytes: int,
     ) -> None:
         self.name = name
         self.max_answer_bytes = max_answer_bytes
         self._loss = loss
+        self._on_answer = on_answer
         self._on_end = on_end
         self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()  # None after the last
         self._responses: deque[pb.StepResponse] = deque()
         self._num_due = 0  # answers to what was sent that have not come
         self._clock = asyncio.get_running_loop().time
-        self.answer_time = self._clock()
         self._news = asyncio.Event()  # an answer, or the loss
         loss.add_done_callback(lambda _: self._news.set())
         # Not through the generated stub: it would serialise, and requests come serialised.
@@ -137,7 +138,7 @@ class StepStream:
             except DecodeError:
                 return ExecutorLied("answered a step with what is no StepResponse")
             self._num_due -= 1
-            self.answer_time = self._clock()
+            self._on_answer(self._clock())
             self._news.set()
         return ExecutorLost(f"{self.name}: it ended the Step stream")
 

@@ -1,18 +1,19 @@
 """Suspicion of executors that have fallen silent. Pure: times are passed in, by whatever clock.
 
-    beat      beat                            limit              limit + SECOND_SIGN_S
+    sign      sign                            limit              limit + SECOND_SIGN_S
     ──┼─────────┼───────────────────────────────┼──────────────────────┼──────▶
       └── gap ──┘                               │ SUSPECT              │ SILENT: lost
                 └── silence, less what this ────┘
                     router was late itself        SILENT: lost, if another member waits for it
 
-The limit follows the gaps between a member's beats: the largest of the last minute counts four times.
-A gap that ended a suspicion counts as any other, also where the member was lost by mistake, so the
-same pause costs an epoch once a minute and member at most.
+A sign of life is a beat, or the answer of a step, in place of which no beat is sent. The limit follows
+the gaps between a member's signs: the largest of the last minute counts four times. A gap that ended a
+suspicion counts as any other, also where the member was lost by mistake, so the same pause costs an
+epoch once a minute and member at most.
 """
 
 from collections import Counter, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -22,9 +23,10 @@ GAP_FACTOR = 4
 GAP_WINDOW_S = 60.0
 MAX_LIMIT_S = 3.0  # of what is learnt; an operator may set more
 IDLE_LIMIT_S = 2.0  # while no step runs, nobody waits
-SECOND_SIGN_S = 0.2  # more without any message of a member that nobody waits for
+SECOND_SIGN_S = 0.2  # more, of a member that nobody waits for
 MAX_QUIET_S = 60.0  # that a member may announce
 MIN_SILENT_AFTER_MS = 2 * round(1000 * BEAT_S)
+MIN_GAP_S = MIN_SILENT_AFTER_MS / 1000 / GAP_FACTOR  # that is learnt
 
 
 class MemberState(Enum):
@@ -54,7 +56,7 @@ class Silence:
 
     Attributes:
         name: Whose.
-        seconds: Without a beat.
+        seconds: Without a sign of life.
         waiting: Members that wait for it.
     """
 
@@ -65,15 +67,32 @@ class Silence:
 
 @dataclass(slots=True)
 class _Member:
-    time: float
+    time: float  # of the last sign
     beat: Beat
+    has_answered: bool = False  # since that beat: what it says is over
     excused_s: float = 0.0  # of the silence since, in which this router was late itself
     state: MemberState = MemberState.ATTENTIVE
     gaps: deque[tuple[float, float]] = field(default_factory=deque)  # (end, length), ever shorter
 
-    def add_gap(self, now: float, gap_s: float) -> None:
-        if gap_s > MAX_LIMIT_S:
-            return  # no limit that may be learnt would have spared it
+    @property
+    def is_attended(self) -> bool:
+        return self.state in (MemberState.ATTENTIVE, MemberState.SUSPECT)
+
+    @property
+    def quiet_s(self) -> float:
+        return 0.0 if self.has_answered else min(self.beat.quiet_s, MAX_QUIET_S)
+
+    def note_sign(self, now: float) -> MemberState:
+        """Notes a sign of life. Returns the state before."""
+        before, self.state = self.state, MemberState.ATTENTIVE
+        if before is not MemberState.UNATTENDED and not self.quiet_s:
+            self._add_gap(now, self.silence_s(now))
+        self.time, self.excused_s = now, 0.0
+        return before
+
+    def _add_gap(self, now: float, gap_s: float) -> None:
+        if not MIN_GAP_S < gap_s <= MAX_LIMIT_S:
+            return  # no limit that may be learnt would have spared it, or it is below all limits
         while self.gaps and self.gaps[-1][1] <= gap_s:
             self.gaps.pop()
         self.gaps.append((now, gap_s))
@@ -83,8 +102,8 @@ class _Member:
             self.gaps.popleft()
         return self.gaps[0][1] if self.gaps else 0.0
 
-    def silence_s(self, now: float, since: float) -> float:
-        return now - since - self.excused_s
+    def silence_s(self, now: float) -> float:
+        return now - self.time - self.excused_s
 
 
 class Suspicion:
@@ -109,15 +128,18 @@ class Suspicion:
         if member is None or member.beat.instance_id != beat.instance_id:
             self._members[name] = _Member(now, beat)
             return True
-        before, member.state = member.state, MemberState.ATTENTIVE
-        if before is not MemberState.UNATTENDED and not member.beat.quiet_s:
-            member.add_gap(now, member.silence_s(now, member.time))
-        member.time, member.beat, member.excused_s = now, beat, 0.0
-        if before is MemberState.SILENT:
-            self.outcomes["false"] += 1
-        elif before is MemberState.SUSPECT:
-            self.outcomes["cleared"] += 1
+        before = member.note_sign(now)
+        member.beat, member.has_answered = beat, False
+        self.outcomes["false"] += before is MemberState.SILENT
+        self.outcomes["cleared"] += before is MemberState.SUSPECT
         return before in (MemberState.SILENT, MemberState.UNATTENDED)
+
+    def note_answer(self, name: str, now: float) -> None:
+        """Notes the answer of a step, which counts as a beat that says nothing."""
+        member = self._members.get(name)
+        if member is not None and member.is_attended:
+            self.outcomes["cleared"] += member.note_sign(now) is MemberState.SUSPECT
+            member.has_answered = True
 
     def note_end(self, name: str) -> None:
         """Notes that there is no way for a member's beats now. One that is silent stays so."""
@@ -140,7 +162,7 @@ class Suspicion:
         return MemberState.UNATTENDED if member is None else member.state
 
     def last_beat(self, name: str) -> tuple[float, Beat] | None:
-        """Returns a member's last beat, and when it came; None if it never did."""
+        """Returns when a member's last sign of life came, and its last beat; None if it never beat."""
         member = self._members.get(name)
         return None if member is None else (member.time, member.beat)
 
@@ -148,37 +170,33 @@ class Suspicion:
         """Returns after how long a silence a member is suspect."""
         member = self._members[name]
         learnt_s = min(GAP_FACTOR * member.largest_gap_s(now), MAX_LIMIT_S)
-        quiet_s = min(member.beat.quiet_s, MAX_QUIET_S)
-        return max(self._silent_after_s, learnt_s, quiet_s, IDLE_LIMIT_S if is_idle else 0.0)
+        idle_s = IDLE_LIMIT_S if is_idle else 0.0
+        return max(self._silent_after_s, learnt_s, member.quiet_s, idle_s)
 
-    def judge(
-        self, now: float, epoch: int, answer_times: Mapping[str, float], *, is_idle: bool
-    ) -> list[Silence]:
+    def judge(self, now: float, epoch: int, *, is_idle: bool) -> list[Silence]:
         """Returns the members that are lost since the last call.
 
         Args:
             now: The time.
             epoch: The group's; beats of others tell nothing of who waits in it.
-            answer_times: When members last answered a step.
             is_idle: Whether no step is under way.
         """
         limits = {
             name: self.limit_s(name, now, is_idle=is_idle)
             for name, member in self._members.items()
-            if member.state in (MemberState.ATTENTIVE, MemberState.SUSPECT)
+            if member.is_attended
         }
         quiet = {
             name
             for name, limit_s in limits.items()
-            if self._members[name].silence_s(now, self._members[name].time) >= limit_s
+            if self._members[name].silence_s(now) >= limit_s
         }
         waiting = self._waiting(epoch, besides=quiet)
         lost = []
         for name in quiet:
             member = self._members[name]
             member.state = MemberState.SUSPECT
-            last = max(member.time, answer_times.get(name, member.time))
-            if waiting or member.silence_s(now, last) >= limits[name] + SECOND_SIGN_S:
+            if waiting or member.silence_s(now) >= limits[name] + SECOND_SIGN_S:
                 member.state = MemberState.SILENT
                 self.outcomes["lost"] += 1
                 lost.append(Silence(name, now - member.time, waiting))
@@ -192,5 +210,6 @@ class Suspicion:
             if name not in besides
             and member.state is MemberState.ATTENTIVE
             and member.beat.waits_for_peers
+            and not member.has_answered
             and member.beat.epoch == epoch
         )

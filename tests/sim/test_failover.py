@@ -8,8 +8,8 @@ import pytest
 from router.requests.request import Request, StopConditions
 from router.requests.waiting_queue import PARTS
 from tests.router.support.stepper import make_shape
-from tests.router.support.virtual_clock import on_virtual_clock
 from tests.sim.world import World
+from tests.support.virtual_clock import on_virtual_clock
 
 FAILOVER_AFTER_S = 5.0
 

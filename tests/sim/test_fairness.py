@@ -14,7 +14,7 @@ from tests.router.support.fake_executors import FakeExecutors
 from tests.router.support.requests import make_request
 from tests.router.support.running_engines import drive_group
 from tests.router.support.stepper import make_shape
-from tests.router.support.virtual_clock import on_virtual_clock
+from tests.support.virtual_clock import on_virtual_clock
 
 ENDLESS_S = 1e6  # a level of priority that no wait makes up for
 LOAD_S = 8.0  # how long the others come

@@ -15,8 +15,8 @@ from router.engine.caches import GroupCaches
 from router.scheduling.kv import salvage
 from router.scheduling.kv.prefix_cache import PrefixCache
 from router.scheduling.step import GroupInfo
-from tests.router.support.virtual_clock import on_virtual_clock
 from tests.sim.world import World, break_at_random, check_blame
+from tests.support.virtual_clock import on_virtual_clock
 
 NUM_SEEDS = int(os.environ.get("LOCKSTEP_SIM_SEEDS", "24"))
 MIN_SHARE = 0.15 if NUM_SEEDS > 100 else 0.06  # of the seeds, that see it: few may be unlucky ones

@@ -15,7 +15,7 @@ from tests.router.support.fake_rank import expected_output
 from tests.router.support.requests import make_request
 from tests.router.support.running_engines import drive_group
 from tests.router.support.stepper import make_shape
-from tests.router.support.virtual_clock import on_virtual_clock
+from tests.support.virtual_clock import on_virtual_clock
 
 OVERDUE_S = 60.0
 PROMPT = [7, 3, 9]

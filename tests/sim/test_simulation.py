@@ -13,8 +13,8 @@ import pytest
 from router.scheduling.speculation import DraftCounts
 from tests.router.support.fake_executors import Poison
 from tests.router.support.stepper import make_shape
-from tests.router.support.virtual_clock import on_virtual_clock
 from tests.sim.world import World, break_at_random, check_blame
+from tests.support.virtual_clock import on_virtual_clock
 
 NUM_CHAOS_SEEDS = int(os.environ.get("LOCKSTEP_SIM_SEEDS", "150"))
 NUM_WINDOW_SEEDS = int(os.environ.get("LOCKSTEP_SIM_SEEDS", "20"))

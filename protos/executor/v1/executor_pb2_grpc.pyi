@@ -129,8 +129,10 @@ class ExecutorServiceStub:
                                               group; Join again.
     """
     Attend: _grpc.StreamStreamMultiCallable[_executor_pb2.AttendRequest, _executor_pb2.AttendResponse]
-    """Tells each side that the other is alive: both send a beat every 100 ms, whether or not the
-    executor is in a group, until one of them ends the stream. Any number may be open. An executor
+    """Tells each side that the other is alive: both send a beat at once and then every 100 ms, whether or
+    not the executor is in a group, until one of them ends the stream. Any number may be open. Between
+    an executor and the router that drives its epoch, a step or an answer counts as a beat: once beats
+    have told the epoch, each side may leave out those that are due within 100 ms of one. An executor
     that has no such method is watched by pings and by the deadlines of steps.
     """
     Stage: _grpc.UnaryStreamMultiCallable[_executor_pb2.StageRequest, _executor_pb2.StageResponse]
@@ -211,8 +213,10 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
                                               group; Join again.
     """
     Attend: _aio.StreamStreamMultiCallable[_executor_pb2.AttendRequest, _executor_pb2.AttendResponse]  # type: ignore[assignment]
-    """Tells each side that the other is alive: both send a beat every 100 ms, whether or not the
-    executor is in a group, until one of them ends the stream. Any number may be open. An executor
+    """Tells each side that the other is alive: both send a beat at once and then every 100 ms, whether or
+    not the executor is in a group, until one of them ends the stream. Any number may be open. Between
+    an executor and the router that drives its epoch, a step or an answer counts as a beat: once beats
+    have told the epoch, each side may leave out those that are due within 100 ms of one. An executor
     that has no such method is watched by pings and by the deadlines of steps.
     """
     Stage: _aio.UnaryStreamMultiCallable[_executor_pb2.StageRequest, _executor_pb2.StageResponse]  # type: ignore[assignment]
@@ -320,8 +324,10 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_executor_pb2.AttendRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_executor_pb2.AttendResponse], _abc.AsyncIterator[_executor_pb2.AttendResponse]]:
-        """Tells each side that the other is alive: both send a beat every 100 ms, whether or not the
-        executor is in a group, until one of them ends the stream. Any number may be open. An executor
+        """Tells each side that the other is alive: both send a beat at once and then every 100 ms, whether or
+        not the executor is in a group, until one of them ends the stream. Any number may be open. Between
+        an executor and the router that drives its epoch, a step or an answer counts as a beat: once beats
+        have told the epoch, each side may leave out those that are due within 100 ms of one. An executor
         that has no such method is watched by pings and by the deadlines of steps.
         """
 

@@ -2030,7 +2030,7 @@ class MemberStatus(_message.Message):
     """Whether it is there."""
     @_builtins.property
     def last_beat_age(self) -> _duration_pb2.Duration:
-        """Since its last beat. Absent if there was none."""
+        """Since its last beat, or answer of a step, which counts as one. Absent if there was no beat."""
 
     @_builtins.property
     def beat_late_duration(self) -> _duration_pb2.Duration:

@@ -9,11 +9,12 @@ from contextlib import asynccontextmanager
 import numpy as np
 
 from router.engine.engines import Engines
+from router.executors.group import GroupSettings
 from router.requests.request import Listeners
 from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.scheduler import Scheduler, SchedulerSettings
 from router.scheduling.step import GroupShape
-from tests.router.support.peers import group_of
+from tests.router.support.peers import NEVER_LATE, group_of
 from tests.router.support.requests import make_request
 from tests.router.support.running_engines import drive_group, stepping
 
@@ -57,9 +58,11 @@ def scheduler_of(shape: GroupShape, max_tokens: int, num_requests: int) -> Sched
 
 
 @asynccontextmanager
-async def running_engines(address: str, depth: int) -> AsyncIterator[Engines]:
+async def running_engines(
+    address: str, depth: int, settings: GroupSettings = NEVER_LATE
+) -> AsyncIterator[Engines]:
     """Engines whose one group has formed and steps."""
-    group = group_of([address])
+    group = group_of([address], settings)
     engines = Engines(Listeners(max_listeners=4096))
     engine = drive_group(
         engines,

@@ -1,16 +1,20 @@
 """If an executor's beats do not come or say something wrong, its router loses a group that is well."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from executor.metrics import Measures
-from executor.server import QUIET_MS
+from executor.parallel.lease import Lease
+from executor.server import QUIET_MS, Beats
+from protos.executor.beats import BEAT_S
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.support.fake_worker import TIMEOUT_S, FakeWorker, HeldGroups, held_step
 from tests.executor.support.ranks.ranks import SECRET
 from tests.executor.support.servers import join_request, reason_of, serving
+from tests.support.virtual_clock import on_virtual_clock
 
 
 async def attended(client: Any) -> Any:
@@ -63,6 +67,46 @@ async def test_a_pause_is_announced_at_once_for_as_long_as_a_join_takes(
     await beat_with(call, quiet_ms=0, epoch=1)
 
 
+class Context:
+    """Of a call: keeps when beats were sent."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    async def write(self, beat: pb.AttendResponse) -> None:
+        self.times.append(asyncio.get_running_loop().time())
+
+    def peer(self) -> str:
+        return "router"
+
+
+@on_virtual_clock
+async def test_answers_stand_for_beats_to_the_router_that_drives_the_epoch_and_to_no_other():
+    beats = Beats(pb.AttendResponse, Lease(), Measures().beat_late_s)
+    driver, other = Context(), Context()
+
+    async def told(epoch: int) -> AsyncIterator[pb.AttendRequest]:
+        yield pb.AttendRequest(router_id=b"router", epoch=epoch)
+        await asyncio.Event().wait()
+
+    calls = [
+        asyncio.create_task(beats.attend(told(epoch), context))
+        for epoch, context in ((7, driver), (0, other))
+    ]
+    for number in range(100):
+        await asyncio.sleep(0.03 if number % 2 else BEAT_S - 0.01)
+        beats.note_answer(7)
+    answered = asyncio.get_running_loop().time()
+    await asyncio.sleep(1.0)
+    beats.end()
+    await asyncio.gather(*calls)
+    first, *later = driver.times[:-1]  # the last one ends the call
+    assert first == 0.0
+    assert later == pytest.approx([answered + BEAT_S * n for n in range(1, len(later) + 1)])
+    assert len(later) >= 9
+    assert other.times[:-1] == pytest.approx([BEAT_S * n for n in range(len(other.times) - 1)])
+
+
 async def test_each_beat_counts_how_late_it_was():
     measures = Measures()
     async with serving(lambda: (FakeWorker(), pb.DescribeResponse()), measures=measures) as (
@@ -82,11 +126,11 @@ async def test_a_router_that_ends_its_call_is_attended_no_more(fake: Any):
     await call.done_writing()
     while await call.read() is not None and not call.done():
         pass
-    assert not worker.servicer._beats._wakes
+    assert not worker.servicer._beats._routers
     other = await attended(client)
     await other.read()
     other.cancel()
-    while worker.servicer._beats._wakes:
+    while worker.servicer._beats._routers:
         await asyncio.sleep(0)
 
 

@@ -15,7 +15,7 @@ from tests.router.support.fake_executors import FakeExecutors
 from tests.router.support.requests import make_request
 from tests.router.support.running_engines import KnownCosts, drive_group, stepping
 from tests.router.support.stepper import make_shape
-from tests.router.support.virtual_clock import on_virtual_clock
+from tests.support.virtual_clock import on_virtual_clock
 
 STEP_S = 0.05
 

@@ -23,7 +23,7 @@ from tests.router.support.fake_executors import FakeExecutors
 from tests.router.support.peers import Peers, run_group
 from tests.router.support.running_engines import complete
 from tests.router.support.stepper import make_shape
-from tests.router.support.virtual_clock import on_virtual_clock
+from tests.support.virtual_clock import on_virtual_clock
 
 
 @pytest.fixture(autouse=True)

@@ -3,17 +3,20 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
+from protos.executor.beats import BEAT_S
+from protos.executor.v1 import executor_pb2
 from protos.serving.v1 import serving_pb2 as pb
 from protos.settings import check_settings
 from router.errors import ExecutorLost
 from router.executors import attendance, group
-from router.executors.attendance import ROUTER_ID
+from router.executors.attendance import ROUTER_ID, Attendance
 from router.executors.group import ExecutorGroup, GroupSettings
-from router.executors.suspicion import MIN_SILENT_AFTER_MS, MemberState
+from router.executors.suspicion import MIN_SILENT_AFTER_MS, MemberState, Suspicion
 from tests.router.support.peers import (
     FORM_TIMEOUT_S,
     Peer,
@@ -22,6 +25,7 @@ from tests.router.support.peers import (
     run_group,
     run_step,
 )
+from tests.support.virtual_clock import on_virtual_clock
 
 WATCHFUL = GroupSettings(
     step_timeout_s=120, min_step_deadline_s=120, silent_after_ms=MIN_SILENT_AFTER_MS
@@ -55,6 +59,44 @@ def stop(peer: Peer) -> None:
     peer.on_describe = asyncio.Event().wait
 
 
+class Fake:
+    """A channel to an executor that sends its beats as fast as they are read.
+
+    Attributes:
+        num_read: Of these.
+        told: Epochs of the router's beats.
+    """
+
+    def __init__(self, num_beats: int = 1) -> None:
+        self.num_read = 0
+        self.told: list[int] = []
+        self._num_beats = num_beats
+
+    def stream_stream(self, *args: Any, **options: Any) -> Callable[[AsyncIterator[bytes]], "Fake"]:
+        def call(requests: AsyncIterator[bytes]) -> Fake:
+            self._reading = asyncio.create_task(self._read(requests))
+            return self
+
+        return call
+
+    async def _read(self, requests: AsyncIterator[bytes]) -> None:
+        async for data in requests:
+            self.told.append(executor_pb2.AttendRequest.FromString(data).epoch)
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while self.num_read < self._num_beats:
+            self.num_read += 1
+            yield executor_pb2.AttendResponse(instance_id="first").SerializeToString()
+        await asyncio.Event().wait()
+
+    def cancel(self) -> None:
+        self._reading.cancel()
+
+
+def attendance_of(epoch: Callable[[str], int]) -> Attendance:
+    return Attendance(Suspicion(0.45), epoch=epoch, on_tick=lambda now: None, on_news=lambda: None)
+
+
 def go_on(peer: Peer) -> None:
     async def at_once() -> None:
         pass
@@ -73,7 +115,7 @@ async def test_an_executor_that_stands_still_in_a_step_is_lost_and_the_others_ar
         peers[0, 0].waits = waits
         peers[0, 0].may_answer.clear()
         executors.send(step := plan_step(2))
-        second_sign = r"dp_rank 0.* waits for it" if waits else "nothing else came of it"
+        second_sign = r", and .*dp_rank 0.* waits for it" if waits else r" s$"
         with pytest.raises(ExecutorLost, match=rf"dp_rank 1.* is silent: .*{second_sign}"):
             await executors.receive(step)
         await until(lambda: peers[0, 0].num_streams == 0)
@@ -169,6 +211,33 @@ async def test_executors_hear_from_their_router_which_epoch_it_drives() -> None:
         assert peer.attended[-1].epoch == executors._epoch
 
 
+@on_virtual_clock
+async def test_a_router_whose_steps_go_out_beats_only_to_tell_its_epoch() -> None:
+    epochs, executor = [0], Fake()
+    router = attendance_of(lambda address: epochs[-1])
+    router.attend("executor", executor)
+    await asyncio.sleep(0.55)
+    assert len(executor.told) == 6  # each epoch, 0: it forms
+    for epoch in (7, 8):
+        epochs.append(epoch)
+        for _ in range(50):
+            router.note_step()
+            await asyncio.sleep(0.02)
+    assert executor.told == [0] * 6 + [7, 8]
+    await asyncio.sleep(1.0)
+    assert executor.told[8:] == [8] * 9 or executor.told[8:] == [8] * 10
+    router.close()
+
+
+@on_virtual_clock
+async def test_an_executor_that_floods_its_router_with_beats_has_few_of_them_read() -> None:
+    router, executor = attendance_of(lambda address: 0), Fake(num_beats=10_000)
+    router.attend("executor", executor)
+    await asyncio.sleep(10.0)
+    assert 100 < executor.num_read <= 5 * 10.0 / BEAT_S  # of 10,000 that were there
+    router.close()
+
+
 async def test_executors_of_an_older_release_are_left_to_deadlines_and_pinged_rarely() -> None:
     opened: dict[str, list[tuple[str, int]]] = {}
     async with run_group(2, settings=WATCHFUL, has_beats=False) as (executors, _):
@@ -204,7 +273,7 @@ async def test_what_is_no_beat_costs_nobody_an_epoch(monkeypatch: pytest.MonkeyP
 async def test_executors_are_attended_only_while_they_are_of_the_group_and_only_if_asked() -> None:
     async with run_group(2) as (executors, peers):
         await executors.form()
-        assert not executors._attendance._tasks
+        assert not executors._attendance._attended
     async with attended_group(2) as (executors, peers):
         address = executors._members[1].address
         await executors._connect([executors._members[0].address])

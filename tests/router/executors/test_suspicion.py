@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from protos.executor.beats import BEAT_S
@@ -33,12 +34,10 @@ class World:
 
     Attributes:
         stalls: When the router does nothing, as (begin, end); beats wait for it.
-        answer_times: When members last answered.
         lost: Who was lost, and when.
     """
 
     stalls: Sequence[tuple[float, float]] = ()
-    answer_times: dict[str, float] = field(default_factory=dict)
     is_idle: bool = False
     lost: list[tuple[float, Silence]] = field(default_factory=list)
     suspicion: Suspicion = field(default_factory=lambda: Suspicion(LIMIT_S))
@@ -47,11 +46,20 @@ class World:
         """Runs it from 0 s on: members by the times at which they beat."""
         self.run_beats(until, [(t, name, BEAT) for name, times in members.items() for t in times])
 
-    def run_beats(self, until: float, beats: Iterable[tuple[float, str, Beat]]) -> None:
+    def run_beats(
+        self,
+        until: float,
+        beats: Iterable[tuple[float, str, Beat]],
+        answers: Iterable[tuple[float, str]] = (),
+    ) -> None:
         events: list[tuple[float, int, Callable[[float], None]]] = []
         for time, name, beat in beats:
             events.append(
                 (self._handled(time), 1, lambda now, n=name, b=beat: self._beat(n, now, b))
+            )
+        for time, name in answers:
+            events.append(
+                (self._handled(time), 1, lambda now, n=name: self.suspicion.note_answer(n, now))
             )
         planned = 0.0
         while planned < until:
@@ -72,7 +80,7 @@ class World:
 
     def _tick(self, now: float, late_s: float) -> None:
         self.suspicion.excuse(late_s)
-        judged = self.suspicion.judge(now, 1, self.answer_times, is_idle=self.is_idle)
+        judged = self.suspicion.judge(now, 1, is_idle=self.is_idle)
         self.lost += [(now, silence) for silence in judged]
 
 
@@ -160,13 +168,48 @@ def test_one_that_waits_in_another_epoch_is_no_second_sign(epoch: int) -> None:
     assert when - stopped[-1][0] >= LIMIT_S + SECOND_SIGN_S
 
 
-def test_a_member_that_still_answers_steps_is_suspect_and_not_lost() -> None:
-    world = World(answer_times={"a": 3.0})
-    world.run(3.4, a=regular(1.01), b=regular(3.4))
-    assert world.lost == []
-    assert world.suspicion.state("a") is MemberState.SUSPECT
-    world.suspicion.note_beat("a", 3.5, BEAT)
-    assert world.suspicion.outcomes == {"cleared": 1, "lost": 0, "false": 0}
+def test_a_member_that_answers_steps_need_not_beat_and_is_lost_as_soon_once_it_does_not() -> None:
+    world = World()
+    answers = [(time, "a") for time in np.arange(0.1, 10.0, 0.02).tolist()]
+    world.run_beats(20.0, [(0.0, "a", BEAT), *((t, "b", BEAT) for t in regular(20.0))], answers)
+    [(when, silence)] = world.lost
+    assert LIMIT_S + SECOND_SIGN_S <= when - answers[-1][0] <= LIMIT_S + SECOND_SIGN_S + 2 * TICK_S
+    assert silence.seconds == when - answers[-1][0]
+
+
+@pytest.mark.parametrize("kinds", ["ba", "bab", "baa"])
+def test_gaps_between_answers_and_beats_are_learnt_as_those_between_beats(kinds: str) -> None:
+    suspicion, now = Suspicion(LIMIT_S), 0.0
+    for kind, gap_s in zip(kinds, [*[0.1] * (len(kinds) - 2), 0.3, 0.0], strict=True):
+        if kind == "b":
+            suspicion.note_beat("a", now, BEAT)
+        else:
+            suspicion.note_answer("a", now)
+        now += gap_s
+    assert suspicion.limit_s("a", now, is_idle=False) == pytest.approx(GAP_FACTOR * 0.3)
+
+
+def test_an_answer_clears_a_suspicion_and_ends_what_the_last_beat_said() -> None:
+    suspicion = Suspicion(LIMIT_S)
+    for name in ("a", "b"):
+        suspicion.note_beat(name, 0.0, replace(BEAT, waits_for_peers=True, quiet_s=1.0))
+    suspicion.judge(1.1, 1, is_idle=False)
+    assert suspicion.state("a") is MemberState.SUSPECT
+    suspicion.note_answer("a", 1.1)
+    assert suspicion.outcomes == {"cleared": 1, "lost": 0, "false": 0}
+    assert suspicion.limit_s("a", 1.1, is_idle=False) == LIMIT_S  # nor is an announced gap learnt
+    assert suspicion.judge(1.15, 1, is_idle=False) == []  # for want of a second sign
+    assert suspicion.state("b") is MemberState.SUSPECT
+
+
+def test_answers_are_no_signs_where_there_is_no_way_for_beats() -> None:
+    suspicion = Suspicion(LIMIT_S)
+    suspicion.note_answer("a", 0.0)
+    assert suspicion.last_beat("a") is None
+    suspicion.note_beat("a", 0.0, BEAT)
+    suspicion.note_end("a")
+    suspicion.note_answer("a", 0.1)
+    assert suspicion.state("a") is MemberState.UNATTENDED
 
 
 def test_two_that_stop_at_once_are_both_lost() -> None:
@@ -233,7 +276,7 @@ def test_a_member_without_a_way_for_beats_is_left_to_pings_and_deadlines() -> No
     world = World()
     world.run(1.0, a=regular(1.0))
     world.suspicion.note_end("a")
-    assert world.suspicion.judge(100.0, 1, {}, is_idle=False) == []
+    assert world.suspicion.judge(100.0, 1, is_idle=False) == []
     assert world.suspicion.state("a") is MemberState.UNATTENDED
     assert world.suspicion.note_beat("a", 100.0, BEAT)
     assert world.suspicion.limit_s("a", 100.0, is_idle=False) == LIMIT_S

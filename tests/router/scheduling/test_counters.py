@@ -26,8 +26,8 @@ from router.scheduling.step import (
     RankResult,
 )
 from tests.router.support.stepper import Stepper, make_shape, speculation
-from tests.router.support.virtual_clock import on_virtual_clock
 from tests.sim.world import Group, World
+from tests.support.virtual_clock import on_virtual_clock
 
 GRAPHS = CapturedSizes((1, 2, 4), (8, 16), "prefill")
 SIZES = {"num_blocks": 24, "rows_per_rank": 6, "max_num_batched_tokens": 24}
