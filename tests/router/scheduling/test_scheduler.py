@@ -9,11 +9,13 @@ import pytest
 from protos.transport.errors import RpcError
 from router.errors import Cancelled, ConstraintFailed
 from router.requests.request import FinishReason, OutputOptions, Request
-from router.scheduling.rank_choice import fill_level
+from router.scheduling.kv.block_pool import NO_BLOCKS, BlockPools
+from router.scheduling.kv.prefix_cache import CachedPrefix
+from router.scheduling.rank_choice import RankLoads, fill_level
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.sequence_table import RowStatus
 from router.scheduling.step import PaddingMode, sequence_capacity
-from router.scheduling.step_budget import Why
+from router.scheduling.step_budget import Prices, Why
 from tests.router.support.fake_rank import EOS, expected_output
 from tests.router.support.stepper import (
     Stepper,
@@ -518,6 +520,32 @@ def test_the_floor_bounds_how_long_a_short_prompt_holds_up_a_long_one() -> None:
 def test_a_rank_full_of_decodes_lets_the_others_catch_up() -> None:
     assert fill_level([200, 0], [0, 500], max_tokens=1000, floor=10) == 500
     assert fill_level([200, 0, 0], [0, 500, 1], max_tokens=1000, floor=10) == 200
+
+
+def _loads(num_used: int, prices: Prices) -> RankLoads:
+    """Two ranks without prompts, of which the first has so many blocks of 4 tokens in use."""
+    world = Stepper(make_shape(dp_size=2))
+    pools = BlockPools([cache.pool for cache in world.scheduler.caches])
+    pools[0].acquire(num_used)
+    return RankLoads(make_shape(dp_size=2), world.table, pools, [[], []], [0, 0], 1000, prices)
+
+
+@pytest.mark.parametrize("token_s", [1e-5, 1e-12])
+def test_kv_that_decodes_read_weighs_at_most_what_running_it_anew_would_take(
+    token_s: float,
+) -> None:
+    """However little a token is learnt to take: else a cached prefix would be computed again."""
+    loads = _loads(5, Prices(1e-2, 0.0, token_s, 0.0, 1e-6, 0.0))
+    own = CachedPrefix(np.arange(1, 7, dtype=np.int32), NO_BLOCKS)
+    assert loads.pick((0.0, 0.0, 0, 0), 30, {0: own}) == 0
+    assert loads.pick((0.0, 0.0, 0, 0), 30, {}) == 1
+
+
+def test_what_a_sequence_with_output_has_cached_counts_twice() -> None:
+    loads = _loads(6, Prices(1e-2, 0.0, 1e-5, 0.0, 1e-6, 0.0))
+    cached = {0: CachedPrefix(np.arange(1, 5, dtype=np.int32), NO_BLOCKS)}
+    assert loads.pick((0.0, 0.0, 0, 0), 30, cached) == 1
+    assert loads.pick((0.0, 0.0, 0, 0), 30, cached, goes_on=True) == 0
 
 
 @pytest.mark.parametrize("first_token_ms", [3.0, 1000.0])
