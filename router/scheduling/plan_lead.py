@@ -11,7 +11,7 @@ SHARE = 0.95  # of the prediction: executors may be faster
 FIRST_LEAD_S, MIN_LEAD_S, MAX_LEAD_S = 1e-3, 0.3e-3, 5e-3
 GROWTH, SHRINKAGE = 1.25, 0.99
 READY_S = 0.5e-3  # what an executor has waited for takes it as long to read, and a GPU's to launch
-LEAST_LEADS: Final = 4  # a step of fewer is over before it pays
+LEAST_LEADS: Final = 2  # a step of fewer is over before it pays
 
 
 class PlanLead:
@@ -32,10 +32,14 @@ class PlanLead:
             return 0.0
         return SHARE * predicted_s - self.seconds
 
-    def note(self, queued_s: float) -> None:
-        """Notes how long a step that was planned late lay at an executor until its work began."""
+    def note(self, queued_s: float, *, was_put_off: bool) -> None:
+        """Notes how long a step lay at an executor until its work began.
+
+        Where steps vary, a lead may come to be too long for them: plans made at once shorten it again.
+        """
         if queued_s > READY_S:
-            self.seconds = max(MIN_LEAD_S, SHRINKAGE * self.seconds)
-        else:
+            least_s = MIN_LEAD_S if was_put_off else min(self.seconds, FIRST_LEAD_S)
+            self.seconds = max(least_s, SHRINKAGE * self.seconds)
+        elif was_put_off:
             self.num_late += 1
             self.seconds = min(MAX_LEAD_S, GROWTH * self.seconds)

@@ -69,6 +69,8 @@ from router.scheduling.step_budget import (
 )
 from router.scheduling.step_builder import Chunk, StepBuilder
 
+ROWS_PER_KEPT = 128  # of a group: so seldom one stays free for a flow that has none
+
 # Budget, prompts, tokens of each rank, when the oldest was bound, rows, and decodes of each rank.
 _Held = tuple[Budget, list[list[Prompt]], list[int], float, list[int], list[int]]
 
@@ -381,7 +383,21 @@ class Scheduler:
         is_running = leader.table is not None and leader is not sequence
         return is_running and self.table.status[leader.row] == RowStatus.EXTEND
 
+    def _is_kept_out(self, sequence: Sequence) -> bool:
+        """Whether what rows are free are kept for flows that have none.
+
+        Who gives way leaves a row when the step that runs it is back; who comes beside a flood need
+        not wait for that, and the flood need not compute again what gave way.
+        """
+        if not (self._line.are_many and sequence.flow.num_held):
+            return False
+        num_rows = len(self.table.sequences)
+        return num_rows - int(self.table.num_bound_rows.sum()) <= num_rows // ROWS_PER_KEPT
+
     def _bind_to_best_rank(self, sequence: Sequence, loads: RankLoads) -> bool:
+        if self._is_kept_out(sequence):
+            loads.is_stuck = True
+            return False
         num_tokens = len(sequence.tokens)  # once bound, its tokens are a whole row
         wanted = self._wanted_blocks(sequence)
         found = PrefixCache.find_in(self.caches, wanted)

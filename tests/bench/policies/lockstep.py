@@ -91,8 +91,7 @@ class Lockstep:
         self.now = now
         plan = work.handle
         assert isinstance(plan, StepPlan)
-        if work.is_late:
-            self.measures.lead.note(work.queued)
+        self.measures.lead.note(work.queued, was_put_off=work.is_late)
         forward_ns = int(work.seconds * 1e9)
         self.scheduler.commit(plan, tuple(_answer(batch, forward_ns) for batch in plan.batches))
 

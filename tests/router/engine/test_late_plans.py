@@ -73,7 +73,12 @@ async def test_executors_hardly_ever_wait_for_a_plan(monkeypatch: pytest.MonkeyP
     """Their steps vary by a tenth."""
     queued: list[float] = []
     note = PlanLead.note
-    monkeypatch.setattr(PlanLead, "note", lambda lead, s: (queued.append(s), note(lead, s)))
+
+    def spy(lead: PlanLead, queued_s: float, *, was_put_off: bool) -> None:
+        queued.extend([queued_s] * was_put_off)
+        note(lead, queued_s, was_put_off=was_put_off)
+
+    monkeypatch.setattr(PlanLead, "note", spy)
     engines, rng = Engines(Listeners(8)), Even(1)
     rng.share = 0.1
     engine = engine_of(engines, rng)
@@ -111,10 +116,24 @@ async def test_an_error_in_a_late_plan_is_a_loss_of_the_group(
 def test_the_lead_grows_when_plans_come_late_and_shrinks_when_they_lie_ready() -> None:
     lead = PlanLead()
     assert lead.wait_s(0.1) == pytest.approx(0.094)
-    assert lead.wait_s(0.003) == 0  # over before it pays
+    assert lead.wait_s(0.0015) == 0  # over before it pays
     for _ in range(20):
-        lead.note(0.0)
+        lead.note(0.0, was_put_off=True)
     assert (lead.seconds, lead.num_late) == (MAX_LEAD_S, 20)
     for _ in range(1000):
-        lead.note(0.002)
+        lead.note(0.002, was_put_off=True)
     assert lead.seconds == MIN_LEAD_S
+
+
+def test_a_lead_that_came_to_be_too_long_for_the_steps_shrinks_while_none_is_put_off() -> None:
+    lead = PlanLead()
+    for _ in range(20):
+        lead.note(0.0, was_put_off=True)
+    assert lead.wait_s(0.008) == 0
+    for _ in range(1000):
+        lead.note(0.0, was_put_off=False)  # the first steps after a pause
+    assert lead.wait_s(0.008) == 0
+    for _ in range(1000):
+        lead.note(0.008, was_put_off=False)
+    assert lead.wait_s(0.008) > 0.006
+    assert lead.num_late == 20

@@ -362,6 +362,28 @@ def test_a_callers_first_request_takes_the_place_of_anothers_second(caller: str)
     assert preemptions == [0, int(caller == "other")]
 
 
+def test_a_row_stays_free_beside_a_flood_for_a_caller_that_has_none() -> None:
+    shape = make_shape(
+        dp_size=2, rows_per_rank=64, num_blocks=600, max_num_batched_tokens=256, max_num_logits=64
+    )
+    world = Stepper(shape)
+    flood = [world.submit([1, 2], max_tokens=20, caller=("flood",)) for _ in range(140)]
+    world.step()
+    assert world.table.num_bound_rows.sum() == 128  # nobody else was ever seen
+    others = [world.submit([3, 4], max_tokens=4, caller=("other",)) for _ in range(2)]
+    world.run(depth=2)
+    flood += [world.submit([1, 2], max_tokens=20, caller=("flood",)) for _ in range(140)]
+    world.plan()
+    assert world.table.num_bound_rows.sum() == 127
+    others.append(world.submit([3, 4], max_tokens=4, caller=("other",)))
+    num_preemptions = sum(world.scheduler.num_preemptions)
+    world.plan()
+    assert world.table.num_bound_rows.sum() == 128
+    world.run(depth=2)
+    assert sum(world.scheduler.num_preemptions) == num_preemptions
+    assert_right(*flood, *others)
+
+
 def test_a_listener_gets_each_token_once_across_a_preemption() -> None:
     world = full_world()
     requests = [world.submit([n] * 12, max_tokens=20) for n in (1, 2)]
