@@ -467,7 +467,7 @@ class Worker:
         if not (columns.scored_ids.size or self._sampler.scores_output.any()):
             return None
         scored = self._scored_rows(columns)
-        if not scored.size or self._limits.topology.attn_tp_rank > 0:
+        if not scored.size or columns.layout.attn_tp_rank > 0:
             return None
         if columns.num_draft_tokens:
             place = columns.logits_sequence
@@ -486,10 +486,10 @@ class Worker:
 
     def _results(self, pending: Pending, gained: Int64Array) -> list[pb.RankResult]:
         """Returns what this executor answers: one of its DP rank's executors does, for all."""
-        topology = self._limits.topology
-        if topology.attn_tp_rank > 0:
+        layout = pending.columns.layout
+        if layout.attn_tp_rank > 0:
             return []
-        result = pb.RankResult(dp_rank=topology.dp_rank)
+        result = pb.RankResult(dp_rank=layout.dp_rank)
         if pending.columns.num_draft_tokens:
             num_tokens, tokens = gained[:, 0], gained[:, 1:]
             result.num_next_tokens = _int32(num_tokens)

@@ -29,7 +29,7 @@ from executor.budget.capture_sizes import GraphSizes
 from executor.budget.speculation import SpeculationPlan
 from executor.budget.token_budget import TokenBudget
 from executor.errors import InvalidStep
-from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
+from executor.parallel.layout import DpLayout, DpPaddingMode, Place, Topology
 from protos.executor.sampling_fields import (
     FLOAT32,
     MAX_BANNED,
@@ -48,7 +48,7 @@ class StepLimits:
     """What a step of this executor must fit in.
 
     Attributes:
-        topology: This executor's coordinates in its group.
+        place: Where this executor stands.
         budget: The most that one step may carry. The block table has ``max_num_seqs`` rows.
         num_kv_blocks: Blocks that the router hands out, and the scratch block.
         kv_window: Tokens that layers see whose blocks are a second list of each row; 0: there is one.
@@ -60,7 +60,7 @@ class StepLimits:
         takes_grammars: Whether rows may have grammars.
     """
 
-    topology: Topology
+    place: Place
     budget: TokenBudget
     num_kv_blocks: int
     block_size: int
@@ -79,6 +79,11 @@ class StepLimits:
                 f"{self.budget.attn_tp_size}, the executor's coordinates for {sizes[0]} and "
                 f"{sizes[1]}"
             )
+
+    @property
+    def topology(self) -> Topology:
+        """Where this executor stands now."""
+        return self.place.topology
 
     @cached_property
     def bounds(self) -> dict[str, int]:

@@ -94,7 +94,6 @@ def build_drafts(
         kv_pool=kv_pool,
         sampler=sampler,
         max_position=max_position,
-        topology=config.topology,
         is_drawn=is_drawn,
     )
     verifier = Verifier(
@@ -236,7 +235,7 @@ class _Builder:
             hidden_size=draft.hidden_size,
             vocab_size=draft.vocab_size,
             dtype=self.blueprint.dtype,
-            topology=config.topology,
+            place=self.target_pass.place,
             require_mlp_tp_gather=require_mlp_tp_gather(
                 config.topology,
                 gathers_experts=is_moe and config.gathers_experts,

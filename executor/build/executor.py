@@ -40,7 +40,7 @@ from executor.model.weights.kept import Keeping
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.epochs import FormGroup
 from executor.parallel.expert_places import ExpertPlaces
-from executor.parallel.layout import require_mlp_tp_gather
+from executor.parallel.layout import Place, require_mlp_tp_gather
 from executor.parallel.process_groups import EpochGroups, join_group
 from executor.runners.forward_pass import ForwardPass
 from executor.runners.target import RunnerSelection
@@ -76,7 +76,8 @@ def build_worker(
     blueprint = Blueprint.of(config)
     device = open_device(config, blueprint.dtype)
     lines = _logged(budget_table(blueprint.budget))
-    communicator, attn_tp_communicator = _communicators(blueprint, device)
+    place = Place(config.topology)
+    communicator, attn_tp_communicator = _communicators(blueprint, device, place)
     dispatcher = _dispatcher(blueprint, communicator, device)
     lines += _logged(dispatcher.lines())
     peers = Peers(
@@ -87,7 +88,7 @@ def build_worker(
     )
     model, draft, kernels, keeping = _models(blueprint, device, peers)
     kv_pool = new_kv_pool(blueprint, device.torch_device)
-    forward_pass = _forward_pass(blueprint, device, model, kv_pool)
+    forward_pass = _forward_pass(blueprint, device, model, kv_pool, place)
     agree = attn_tp_communicator.agree if config.attn_tp_size > 1 else None
     tokenizer = load_tokenizer(config.model, blueprint.model)
     sampler = _sampler(blueprint, device, agree, tokenizer)
@@ -110,7 +111,7 @@ def build_worker(
     if config.world_size == 1:  # else at the first Join: captured passes make collective calls
         with torch.inference_mode():
             runner.capture()
-    limits = _step_limits(blueprint, kv_pool, takes_grammars=tokenizer is not None)
+    limits = _step_limits(blueprint, kv_pool, place, takes_grammars=tokenizer is not None)
     worker = Worker(
         limits=limits,
         kv_pool=kv_pool,
@@ -118,7 +119,9 @@ def build_worker(
         runner=runner,
         speculation=None if drafts is None else drafts.speculation,
         members=[*device.members, communicator, attn_tp_communicator, dispatcher],
-        form_group=_form_group(config, device.torch_device) if config.world_size > 1 else None,
+        form_group=_form_group(config, device.torch_device, place)
+        if config.world_size > 1
+        else None,
         device=device.torch_device,
         measures=measures,
     )
@@ -165,7 +168,7 @@ def _logged(lines: tuple[BudgetLine, ...]) -> tuple[BudgetLine, ...]:
 
 
 def _forward_pass(
-    blueprint: Blueprint, device: Device, model: Model, kv_pool: KVPool
+    blueprint: Blueprint, device: Device, model: Model, kv_pool: KVPool, place: Place
 ) -> ForwardPass:
     config, draft, budget = blueprint.config, blueprint.draft, blueprint.budget
     graphs = [AttentionGraphs(blueprint.graph_sizes.decode)]
@@ -188,7 +191,7 @@ def _forward_pass(
         hidden_size=blueprint.model.hidden_size,
         vocab_size=blueprint.model.vocab_size,
         dtype=blueprint.dtype,
-        topology=config.topology,
+        place=place,
         require_mlp_tp_gather=require_mlp_tp_gather(
             config.topology,
             gathers_experts=config.gathers_experts,
@@ -253,10 +256,12 @@ def _sampler(
     )
 
 
-def _step_limits(blueprint: Blueprint, kv_pool: KVPool, *, takes_grammars: bool) -> StepLimits:
+def _step_limits(
+    blueprint: Blueprint, kv_pool: KVPool, place: Place, *, takes_grammars: bool
+) -> StepLimits:
     config = blueprint.config
     return StepLimits(
-        topology=config.topology,
+        place=place,
         budget=blueprint.budget,
         num_kv_blocks=kv_pool.num_blocks,
         block_size=config.block_size,
@@ -270,13 +275,13 @@ def _step_limits(blueprint: Blueprint, kv_pool: KVPool, *, takes_grammars: bool)
 
 
 def _communicators(
-    blueprint: Blueprint, device: Device
+    blueprint: Blueprint, device: Device, place: Place
 ) -> tuple[DpCommunicator, AttnTpCommunicator]:
     """Returns what reaches the whole group, and what reaches the executors of this DP rank."""
     config, budget, dtype = blueprint.config, blueprint.budget, blueprint.dtype
     model_config, draft = blueprint.model, blueprint.draft
     communicator = DpCommunicator(
-        topology=config.topology,
+        place=place,
         max_tokens_per_rank=budget.max_shard_tokens_per_rank,
         hidden_size=model_config.hidden_size,
         dtype=dtype,
@@ -318,7 +323,9 @@ def _dispatcher(blueprint: Blueprint, communicator: DpCommunicator, device: Devi
     return dispatcher
 
 
-def _form_group(config: ExecutorConfig, device: torch.device) -> FormGroup[EpochGroups]:
+def _form_group(
+    config: ExecutorConfig, device: torch.device, place: Place
+) -> FormGroup[EpochGroups]:
     def form_group(epoch: int, host: str, port: int, secret: bytes) -> EpochGroups:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # this thread's own, which begins on the first one
@@ -327,7 +334,7 @@ def _form_group(config: ExecutorConfig, device: torch.device) -> FormGroup[Epoch
             port,
             secret,
             epoch=epoch,
-            topology=config.topology,
+            topology=place.topology,
             device=device,
             bind_host=config.peer_host,
             timeout_s=config.peer_timeout_s,

@@ -17,6 +17,7 @@ from executor.model.spec import ModelSpec
 from executor.model.weights import Format, KeptAs, KeptWeight, Part, tensor_names
 from executor.model.weights.kept import DEQUANTISED, IN_INT8, Keeping
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
+from executor.parallel.layout import Place
 
 log = structlog.stdlib.get_logger(__name__)
 
@@ -175,7 +176,7 @@ def _peers(blueprint: Blueprint) -> Peers:
     return Peers.gathering(
         blueprint.model.num_experts,
         DpCommunicator(
-            topology=topology, max_tokens_per_rank=0, hidden_size=0, dtype=torch.float32
+            place=Place(topology), max_tokens_per_rank=0, hidden_size=0, dtype=torch.float32
         ),
         AttnTpCommunicator(
             capacity=topology.capacity,

@@ -130,7 +130,7 @@ def _prefill_runner(
 
 def row_counts(forward_pass: ForwardPass) -> dict[str, Any]:
     """Returns how a graph's registry counts rows: this executor's own, and those of all ranks."""
-    topology = forward_pass.topology
+    topology = forward_pass.place.topology
     return {
         "require_gathered_buffer": forward_pass.require_gathered_buffer,
         "require_mlp_tp_gather": forward_pass.require_mlp_tp_gather,

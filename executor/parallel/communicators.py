@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from executor.errors import PeerLost
-from executor.parallel.layout import Capacity, DpLayout, DpPaddingMode, Topology
+from executor.parallel.layout import Capacity, DpLayout, DpPaddingMode, Place, Topology
 from executor.parallel.process_groups import EpochGroups, RankGroup, add_up
 
 WORD = torch.int32  # as wide as ids and weights; a row of hidden states is some of them
@@ -53,11 +53,11 @@ class _Communicator:
         return self._group
 
     def _use(self, name: str, group: RankGroup | None, rank: int, size: int) -> None:
-        """Takes a group, if it is made of the ranks that the buffers were made for."""
+        """Takes a group, if this executor stands in it where it should."""
         if group is None or (group.rank, group.world_size) != (rank, size):
             found = "none" if group is None else f"rank {group.rank} of {group.world_size}"
             raise ValueError(
-                f"the {name} group has {found}, but the model was loaded for rank {rank} of {size}"
+                f"the {name} group has {found}, but this executor was placed as rank {rank} of {size}"
             )
         self._group = group
 
@@ -91,7 +91,7 @@ class DpCommunicator(_Communicator):
     A world of one moves nothing and needs no group.
 
     Args:
-        topology: This executor's place in its group.
+        place: Where this executor stands. Buffers are for groups as large as it is in now.
         max_tokens_per_rank: Most rows that an executor has between attention calls.
         hidden_size: Width of the hidden states.
         dtype: Their type.
@@ -102,14 +102,14 @@ class DpCommunicator(_Communicator):
     def __init__(
         self,
         *,
-        topology: Topology,
+        place: Place,
         max_tokens_per_rank: int,
         hidden_size: int,
         dtype: torch.dtype,
         top_k: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.topology = topology
+        self._place = place
         self.max_tokens_per_rank = max_tokens_per_rank
         num_rows = max_tokens_per_rank if self.world_size > 1 else 0
         num_words = moe_words(hidden_size, dtype, top_k)
@@ -126,13 +126,13 @@ class DpCommunicator(_Communicator):
     @classmethod
     def single(cls) -> "DpCommunicator":
         """Returns the communicator of a rank that has no peers."""
-        return cls(topology=Topology(), max_tokens_per_rank=0, hidden_size=0, dtype=torch.float32)
+        return cls(place=Place(), max_tokens_per_rank=0, hidden_size=0, dtype=torch.float32)
 
     def join(self, groups: EpochGroups) -> None:
         """Uses the group of every executor from now on. The caller closes the one before.
 
         Raises:
-            ValueError: It is not made of the ranks that the buffers were made for.
+            ValueError: It is not of the place's size, or this executor has another rank in it.
         """
         self._use("world", groups.world, self.topology.world_rank, self.world_size)
 
@@ -206,8 +206,18 @@ class DpCommunicator(_Communicator):
         return summed[: layout.shard_num_rows]
 
     @property
+    def topology(self) -> Topology:
+        """Where this executor stands now."""
+        return self._place.topology
+
+    @property
     def world_size(self) -> int:
-        return self.topology.world_size
+        return self._place.topology.world_size
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is nobody else, and no group."""
+        return self.world_size == 1 and self._group is None
 
     def _check(self, layout: DpLayout) -> None:
         assert len(layout.offsets) == self.world_size

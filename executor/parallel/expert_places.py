@@ -23,9 +23,9 @@ class ExpertPlaces:
         slot_map: Of all ranks, each expert of 0 to E - 1 in one slot.
         ep_rank: This one.
         device: Where the tables live.
+        num_experts: E, if the map does not have all yet.
 
     Attributes:
-        ep_rank: This rank.
         num_experts: E.
         num_slots: S, of each rank.
         ep_size: W, EP ranks.
@@ -36,33 +36,48 @@ class ExpertPlaces:
             number of its slot.
     """
 
-    def __init__(self, slot_map: SlotMap, ep_rank: int, device: torch.device | str = "cpu") -> None:
-        self.ep_rank, self.ep_size, self.num_slots = ep_rank, len(slot_map), len(slot_map[0])
-        self.num_experts = sum(expert != GHOST for slots in slot_map for expert in slots)
+    def __init__(
+        self,
+        slot_map: SlotMap,
+        ep_rank: int,
+        device: torch.device | str = "cpu",
+        *,
+        num_experts: int | None = None,
+    ) -> None:
+        self.num_slots = len(slot_map[0])
+        if num_experts is None:
+            num_experts = sum(expert != GHOST for slots in slot_map for expert in slots)
+        self.num_experts = num_experts
         new = torch.empty(self.num_experts + 1, dtype=torch.int32, device=device)
         self.rank_of_expert = torch.empty_like(new, dtype=torch.int64)
         self.route_of_expert, self.slot_of_expert = new, torch.empty_like(new)
-        self.write(slot_map)
+        self.write(slot_map, ep_rank)
 
-    def write(self, slot_map: SlotMap) -> None:
-        """Takes over another map of as many experts, where the tables are.
+    def write(self, slot_map: SlotMap, ep_rank: int) -> None:
+        """Takes over another map of as many experts and slots, where the tables are.
 
-        Graphs find it there, but where ``is_in_order`` changes: then they have to be captured anew.
+        Graphs find it there, but where ``ep_size`` or ``is_in_order`` changes: then they have to be
+        captured anew.
+
+        Args:
+            slot_map: Of any number of ranks.
+            ep_rank: This one.
         """
+        self.ep_size = len(slot_map)
         elsewhere, none = self.num_slots, self.num_experts
         ranks = [self.ep_size] * (none + 1)
-        slots, routes = [elsewhere] * (none + 1), [self.ep_rank * self.num_slots] * (none + 1)
+        slots, routes = [elsewhere] * (none + 1), [ep_rank * self.num_slots] * (none + 1)
         for rank, held in enumerate(slot_map):
             for slot, expert in enumerate(held):
                 if expert == GHOST:
                     continue
                 ranks[expert], routes[expert] = rank, rank * self.num_slots + slot
-                if rank == self.ep_rank:
+                if rank == ep_rank:
                     slots[expert] = slot
         self.rank_of_expert.copy_(torch.tensor(ranks))
         self.route_of_expert.copy_(torch.tensor(routes))
         self.slot_of_expert.copy_(torch.tensor(slots))
-        self.is_in_order = slot_map[self.ep_rank] == tuple(range(none))
+        self.is_in_order = slot_map[ep_rank] == tuple(range(none))
 
     @classmethod
     def of(

@@ -23,7 +23,7 @@ Between attention calls, the executors of a DP rank (attention TP) hold its rows
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property
 from itertools import accumulate
@@ -133,6 +133,18 @@ class Topology:
     def expert_slots(self, num_experts: int) -> tuple[int, ...]:
         """Returns the experts in this executor's slots, GHOST where there is none."""
         return self.slot_map(num_experts)[self.ep_rank]
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """Where this executor stands now. All that must know hold the same one.
+
+    Attributes:
+        topology: Of the epoch; before the first, and of an executor whose settings say where it stands,
+            what it was built with.
+    """
+
+    topology: Topology = field(default_factory=Topology)
 
 
 def require_attn_tp_gather(topology: Topology) -> bool:
@@ -273,36 +285,23 @@ class DpLayout:
             topology.attn_tp_size,
         )
 
-    @classmethod
     def of_requests(
-        cls,
-        num_requests: Sequence[int],
-        width: int,
-        topology: Topology,
-        padding_mode: DpPaddingMode,
-        *,
-        graph_requests: int | None = None,
+        self, num_requests: Sequence[int], width: int, *, graph_requests: int | None = None
     ) -> "DpLayout":
-        """Returns the layout of a pass in which every request has ``width`` rows on every rank.
+        """Returns the layout of a pass of the same step in which every request has ``width`` rows.
 
-        All phases of speculative decoding get their counts here: eager or replayed, at warm-up
-        and at capture.
+        All phases of speculative decoding get their counts here, eager or replayed.
 
         Args:
             num_requests: Sequences of each DP rank.
             width: Rows of a sequence in this phase.
-            topology: This executor's place.
-            padding_mode: The step's.
             graph_requests: Sequences that every rank's graph is for; None without one.
         """
-        return cls(
-            tuple(count * width for count in num_requests),
-            padding_mode,
-            topology.dp_rank,
-            None if graph_requests is None else graph_requests * width,
-            False,
-            topology.attn_tp_rank,
-            topology.attn_tp_size,
+        return replace(
+            self,
+            global_num_tokens_cpu=tuple(count * width for count in num_requests),
+            graph_size=None if graph_requests is None else graph_requests * width,
+            has_extend=False,
         )
 
     # This executor

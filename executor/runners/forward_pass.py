@@ -16,7 +16,7 @@ from executor.batch.kv_pool import KVPool
 from executor.graph.backend import RunnerBackend, ShapeKey, Work
 from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry
 from executor.model.layers.attention import Attend, Attention, Stages, run_stages
-from executor.parallel.layout import DpLayout, Topology, require_attn_tp_gather
+from executor.parallel.layout import DpLayout, Place, require_attn_tp_gather
 
 Batch = TypeVar("Batch", bound=ForwardBatch)
 
@@ -35,7 +35,7 @@ class ForwardPass:
         hidden_size: D.
         vocab_size: V.
         dtype: Type of hidden states.
-        topology: This executor's place in its group.
+        place: Where this executor stands; now, in a group as large as any.
         require_mlp_tp_gather: Whether some layer gathers the rows of every DP rank.
         features: [rows of the largest pass, F], where each pass leaves what a draft takes of its
             rows: what ``stages`` returns beside the hidden states, or these themselves. None if
@@ -52,7 +52,7 @@ class ForwardPass:
     hidden_size: int
     vocab_size: int
     dtype: torch.dtype
-    topology: Topology = field(default_factory=Topology)
+    place: Place = field(default_factory=Place)
     require_mlp_tp_gather: bool = False
     features: torch.Tensor | None = None
     max_len: int | None = None
@@ -71,7 +71,7 @@ class ForwardPass:
     @property
     def require_gathered_buffer(self) -> bool:
         """Whether some layer gathers rows of other executors."""
-        return self.require_mlp_tp_gather or require_attn_tp_gather(self.topology)
+        return self.require_mlp_tp_gather or require_attn_tp_gather(self.place.topology)
 
     def plan(self, batch: ForwardBatch) -> None:
         """Plans attention on the host: before each pass and each replay."""
@@ -102,7 +102,7 @@ class ForwardPass:
 
     def captured_layout(self, num_rows: int, *, has_extend: bool) -> DpLayout:
         """Returns the layout of a graph in which every rank runs ``num_rows`` rows."""
-        return DpLayout.captured(num_rows, self.topology, has_extend=has_extend)
+        return DpLayout.captured(num_rows, self.place.topology, has_extend=has_extend)
 
     def new_hidden(self, num_rows: int) -> torch.Tensor:
         """Returns a buffer for hidden states [num_rows, D], zeros."""

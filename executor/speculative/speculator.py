@@ -22,7 +22,7 @@ from executor.batch.read_step import StepColumns
 from executor.batch.staging import to_device
 from executor.budget.speculation import SpeculationPlan
 from executor.model.sampling.sampler import Sampler
-from executor.parallel.layout import DpLayout, Topology
+from executor.parallel.layout import DpLayout
 from executor.speculative.accept import Accepted
 from executor.speculative.draft_batch import DraftBatch, ExtendBatch, Extended
 from executor.speculative.ragged import Filled, Ragged, filled_blocks
@@ -58,7 +58,6 @@ class Speculator:
         kv_pool: The target's.
         sampler: Says what plain decoding would take.
         max_position: The last position of any sequence.
-        topology: This executor's place in its group.
         is_drawn: Whether drafts are drawn and accepted by rejection sampling.
     """
 
@@ -74,7 +73,6 @@ class Speculator:
         kv_pool: KVPool,
         sampler: Sampler,
         max_position: int,
-        topology: Topology,
         is_drawn: bool = False,
     ) -> None:
         self.plan = plan
@@ -86,7 +84,6 @@ class Speculator:
         self._kv_pool = kv_pool
         self._sampler = sampler
         self._max_position = max_position
-        self._topology = topology
         self._is_drawn = is_drawn
         self._device = kv_pool.device
         self._block_size = kv_pool.block_size
@@ -236,11 +233,9 @@ class Speculator:
     def _layout(self, columns: StepColumns, width: int) -> DpLayout:
         """Returns the layout of a phase of a speculative step, ``width`` rows for each sequence."""
         layout, size = columns.layout, columns.num_draft_tokens
-        return DpLayout.of_requests(
+        return layout.of_requests(
             [count // size for count in layout.global_num_tokens_cpu],
             width,
-            self._topology,
-            layout.padding_mode,
             graph_requests=None if layout.graph_size is None else layout.graph_size // size,
         )
 
@@ -254,12 +249,8 @@ class Speculator:
         layout, num_layers = columns.layout, self.plan.num_layers
         decodes = not layout.has_extend and columns.draft_counts == layout.global_num_tokens_cpu
         if layout.graph_size is not None and decodes:
-            return DpLayout.of_requests(
-                columns.num_sampled,
-                num_layers,
-                self._topology,
-                layout.padding_mode,
-                graph_requests=layout.graph_size,
+            return layout.of_requests(
+                columns.num_sampled, num_layers, graph_requests=layout.graph_size
             )
         counts = tuple(
             rows + (num_layers - 1) * sampled

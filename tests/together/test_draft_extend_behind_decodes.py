@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from executor.parallel.layout import DpLayout, DpPaddingMode
+from executor.parallel.layout import DpLayout
 from executor.speculative.draft_batch import ExtendBatch
 from tests.together.speculation.speculative_cell import (
     Cell,
@@ -120,9 +120,7 @@ def test_behind_a_decode_that_brings_its_token_draft_extend_runs_eagerly() -> No
     with cell_of(**settings_of("mtp", 1)) as cell:
         [worker] = cell.workers
         speculator: Any = speculator_of(worker)
-        layout = DpLayout.of_requests(
-            (2,), 1, worker._limits.topology, DpPaddingMode.MAX_LEN, graph_requests=4
-        )
+        layout = DpLayout.single(2, graph_size=4)
         found = []
         for draft_counts in ((2,), (3,)):
             columns = SimpleNamespace(layout=layout, draft_counts=draft_counts, num_sampled=(2,))

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from executor.budget.report import EXECUTOR_ROWS, BudgetLine
+from executor.model.moe.dispatch_all_gather import AllGatherDispatcher
 from executor.model.moe.layer import Dispatched, Dispatcher, DispatchSetup
 from executor.parallel.communicators import (
     WORD,
@@ -54,7 +55,8 @@ class _Exchange:
 class TorchAllToAllDispatcher(Dispatcher):
     """Exchanges rows of unequal counts between all ranks of the group.
 
-    Buffers are made once, for every rank sending all its tokens to every other.
+    Buffers are made once, for every rank sending all its tokens to every other, of a group as large as
+    the communicator's is then. Alone, nothing travels.
 
     Args:
         communicator: Its ranks are the EP ranks. Says how many rows a rank may have.
@@ -77,19 +79,20 @@ class TorchAllToAllDispatcher(Dispatcher):
         top_k: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._num_ranks = communicator.world_size
-        assert places.ep_size == self._num_ranks, "several ranks hold slices of the same experts"
+        most_ranks = communicator.world_size
+        assert places.ep_size == most_ranks, "several ranks hold slices of the same experts"
         self._communicator = communicator
         self._places = places
+        self._alone = AllGatherDispatcher(communicator, places)
         self._num_words = moe_words(hidden_size, dtype, top_k)
         self._open_in: object | None = None  # the group of a dispatch that is not combined yet
         most = communicator.max_tokens_per_rank
-        self.max_rows = self._num_ranks * most
+        self.max_rows = most_ranks * most
         self._packed, self._sent, self._received = (
             torch.zeros(count * most * self._num_words, dtype=WORD, device=device)
-            for count in (1, self._num_ranks, self._num_ranks)
+            for count in (1, most_ranks, most_ranks)
         )
-        self._received_counts = torch.zeros(self._num_ranks, dtype=torch.int64, device=device)
+        self._received_counts = torch.zeros(most_ranks, dtype=torch.int64, device=device)
 
     @classmethod
     def build(cls, setup: DispatchSetup) -> Dispatcher:
@@ -104,7 +107,7 @@ class TorchAllToAllDispatcher(Dispatcher):
 
     def lines(self) -> tuple[BudgetLine, ...]:
         what = "all-to-all, rows packed, sent and received"
-        bound = f"{EXECUTOR_ROWS} * (1 + 2 * {self._num_ranks} executors)"
+        bound = f"{EXECUTOR_ROWS} * (1 + 2 * {len(self._received_counts)} executors)"
         buffers = (self._packed, self._sent, self._received)
         num_bytes = sum(buffer.nbytes for buffer in buffers)
         return (BudgetLine(what, bound, num_bytes // (self._num_words * WORD.itemsize), num_bytes),)
@@ -112,6 +115,8 @@ class TorchAllToAllDispatcher(Dispatcher):
     def dispatch(
         self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, layout: DpLayout
     ) -> Dispatched:
+        if self._communicator.is_alone:
+            return self._alone.dispatch(x_TD, ids_TK, weights_TK, layout)
         self._check(x_TD, layout)
         group = self._communicator.group
         # A step that fails before ``combine`` leaves its dispatch open; the group ends with it.
@@ -119,10 +124,11 @@ class TorchAllToAllDispatcher(Dispatcher):
         self._open_in = group
         is_sent_WT = self._destinations(ids_TK, layout.shard_num_tokens)
         counts_W = is_sent_WT.sum(dim=1)
-        group.all_to_all(self._received_counts, counts_W)
+        received_W = self._received_counts[: self._num_ranks]
+        group.all_to_all(received_W, counts_W)
         places_S = is_sent_WT.flatten().nonzero()[:, 0]
         tokens_S = places_S % len(x_TD) if len(x_TD) else places_S
-        sent, received = counts_W.tolist(), self._received_counts.tolist()
+        sent, received = counts_W.tolist(), received_W.tolist()
 
         columns = (x_TD, ids_TK, weights_TK)
         packed_T = view_rows(self._packed, len(x_TD), self._num_words)
@@ -138,6 +144,8 @@ class TorchAllToAllDispatcher(Dispatcher):
         return Dispatched(x_RD, ids_RK, weights_RK, exchange)
 
     def combine(self, y_RD: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
+        if self._communicator.is_alone:
+            return self._alone.combine(y_RD, dispatched)
         group = self._communicator.group
         assert self._open_in is group, "combine called without dispatch"
         self._open_in = None
@@ -154,6 +162,10 @@ class TorchAllToAllDispatcher(Dispatcher):
         y_TD = torch.empty_like(y_WTD[0])
         add_up(y_WTD, out=y_TD)
         return y_TD
+
+    @property
+    def _num_ranks(self) -> int:
+        return self._communicator.world_size
 
     def _destinations(self, ids_TK: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Returns 1 where a rank holds an expert of a token and 0 elsewhere, int64 [W, T].

@@ -23,7 +23,7 @@ from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.epochs import JoinAttempt
-from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
+from executor.parallel.layout import DpLayout, DpPaddingMode, Place, Topology
 from executor.parallel.process_groups import EpochGroups, join_group
 from protos.executor.v1 import executor_pb2 as pb
 from tests.bench.support.options import parse_options
@@ -98,7 +98,7 @@ def collectives(rank: int, port: int, num_rows: int) -> dict[str, float]:
     dp = Topology(dp_rank=rank, dp_size=2)
     groups = join_group(HOST, port, SECRET, epoch=1, topology=dp, bind_host=HOST)
     communicator = DpCommunicator(
-        topology=dp, max_tokens_per_rank=num_rows, hidden_size=HIDDEN_SIZE, dtype=torch.bfloat16
+        place=Place(dp), max_tokens_per_rank=num_rows, hidden_size=HIDDEN_SIZE, dtype=torch.bfloat16
     )
     communicator.join(groups)
     x = torch.zeros(num_rows, HIDDEN_SIZE, dtype=torch.bfloat16)

@@ -23,7 +23,7 @@ from executor.model.moe.dispatch_all_to_all import TorchAllToAllDispatcher
 from executor.model.moe.layer import Dispatcher
 from executor.parallel.communicators import DpCommunicator
 from executor.parallel.expert_places import ExpertPlaces
-from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
+from executor.parallel.layout import DpLayout, DpPaddingMode, Place, Topology
 from executor.parallel.process_groups import join_group
 from tests.bench.support.options import parse_options
 from tests.bench.support.quiet import quiet
@@ -56,7 +56,7 @@ def main() -> None:
 def measure(rank: int, port: int, world_size: int, rounds: int) -> dict[str, Times]:
     topology = Topology(dp_rank=rank, dp_size=world_size)
     communicator = DpCommunicator(
-        topology=topology,
+        place=Place(topology),
         max_tokens_per_rank=max(EVEN),
         hidden_size=HIDDEN,
         dtype=DTYPE,

@@ -28,7 +28,7 @@ from executor.batch.kv_pool import KVPool, KVShape
 from executor.batch.read_step import StepColumns, StepLimits, read_step
 from executor.budget.token_budget import TokenBudget
 from executor.model.sampling.sampler import Sampler
-from executor.parallel.layout import Topology
+from executor.parallel.layout import Place
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb
 from tests.bench.support.options import parse_options
@@ -64,7 +64,7 @@ def make_worker(size: int) -> Worker:
     model: Any = NoModel(size)
     worker = Worker(
         limits=StepLimits(
-            topology=Topology(),
+            place=Place(),
             budget=TokenBudget(
                 max_num_batched_tokens=4096, max_num_seqs=size, max_num_logits=size + 256
             ),

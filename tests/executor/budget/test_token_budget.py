@@ -26,7 +26,7 @@ from executor.budget.token_budget import (
 from executor.errors import InvalidStep
 from executor.model.layers.linear import vocab_slice
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
-from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
+from executor.parallel.layout import DpLayout, DpPaddingMode, Place, Topology
 from tests.executor.support.steps import limits_of, prompt_part, step
 
 NUM_WORLDS = 2000  # per property
@@ -139,7 +139,9 @@ def graph_limits(**sizes: int) -> StepLimits:
     defaults = {"max_num_batched_tokens": 10, "max_num_seqs": 4, "dp_size": 2}
     topology = Topology(dp_size=2, attn_tp_size=sizes.get("attn_tp_size", 1))
     budget = make_budget(**(defaults | sizes))
-    return limits_of(budget, topology=topology, block_size=16, graph_sizes=GraphSizes(extend=(16,)))
+    return limits_of(
+        budget, place=Place(topology), block_size=16, graph_sizes=GraphSizes(extend=(16,))
+    )
 
 
 @pytest.mark.parametrize(
@@ -426,7 +428,9 @@ def test_the_table_has_the_bytes_of_the_buffers_of_collectives():
     }
     shard = UNEVEN.max_shard_tokens_per_rank
     communicators = (
-        DpCommunicator(topology=topology, max_tokens_per_rank=shard, top_k=UNEVEN.top_k, **sizes),
+        DpCommunicator(
+            place=Place(topology), max_tokens_per_rank=shard, top_k=UNEVEN.top_k, **sizes
+        ),
         AttnTpCommunicator(
             capacity=topology.capacity,
             max_shard_tokens_per_rank=shard,

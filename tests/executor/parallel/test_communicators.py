@@ -19,7 +19,7 @@ from executor.parallel.communicators import (
     view_rows,
     words_of,
 )
-from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
+from executor.parallel.layout import DpLayout, DpPaddingMode, Place, Topology
 from executor.parallel.process_groups import EpochGroups, GlooGroup, add_up
 from tests.executor.support.ranks.ranks import join, run_ranks, topology_of
 
@@ -52,7 +52,7 @@ def layouts(topology: Topology) -> Iterator[DpLayout]:
 
 def dp_communicator(topology: Topology, dtype: torch.dtype = torch.float32) -> DpCommunicator:
     return DpCommunicator(
-        topology=topology,
+        place=Place(topology),
         max_tokens_per_rank=MAX_TOKENS // topology.attn_tp_size,
         hidden_size=WIDTH,
         dtype=dtype,
@@ -249,11 +249,15 @@ def test_alone_nothing_moves():
 
 def test_a_group_of_other_ranks_is_refused():
     three, two = GlooGroup(0, 3, None), GlooGroup(1, 2, None)
-    with pytest.raises(ValueError, match="rank 0 of 3, but the model was loaded for rank 1 of 2"):
+    with pytest.raises(
+        ValueError, match="rank 0 of 3, but this executor was placed as rank 1 of 2"
+    ):
         dp_communicator(Topology(dp_rank=1, dp_size=2)).join(EpochGroups(0, three, None, three))
     attn_tp = attn_tp_communicator(Topology(attn_tp_size=2))
     for given, found in ((None, "none"), (two, "rank 1 of 2"), (three, "rank 0 of 3")):
-        with pytest.raises(ValueError, match=f"has {found}, but the model was loaded for rank 0"):
+        with pytest.raises(
+            ValueError, match=f"has {found}, but this executor was placed as rank 0"
+        ):
             attn_tp.join(EpochGroups(0, two, given, two))
 
 

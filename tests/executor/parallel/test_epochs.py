@@ -12,6 +12,7 @@ from executor.build import executor as build
 from executor.config import ExecutorConfig
 from executor.errors import JoinFailed
 from executor.parallel.epochs import JoinAttempt
+from executor.parallel.layout import Place
 from tests.executor.support.fake_worker import HeldGroups
 from tests.executor.support.ranks.ranks import HOST, SECRET, TIMEOUT_S
 
@@ -109,5 +110,5 @@ def test_groups_between_gpus_form_on_the_gpu_of_the_executor(
     monkeypatch.setattr(build, "join_group", lambda *place, epoch, **_: done.append(epoch))
     config = ExecutorConfig(model=tiny_checkpoint, dp_size=2, listen=f"{HOST}:1")
     for device in ("cuda:3", "cpu"):
-        build._form_group(config, torch.device(device))(7, HOST, 1, SECRET)
+        build._form_group(config, torch.device(device), Place(config.topology))(7, HOST, 1, SECRET)
     assert done == ["cuda:3", 7, 7]

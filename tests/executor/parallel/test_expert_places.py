@@ -34,7 +34,7 @@ def test_another_map_is_written_where_the_first_one_was():
     shuffled = (after[2], after[0], after[1])
     places = ExpertPlaces(before, 1)
     at = [getattr(places, name).data_ptr() for name in TABLES]
-    places.write(shuffled)
+    places.write(shuffled, 1)
     assert tables(places) == tables(ExpertPlaces(shuffled, 1))
     assert at == [getattr(places, name).data_ptr() for name in TABLES]
 

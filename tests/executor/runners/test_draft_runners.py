@@ -290,9 +290,9 @@ def test_every_phase_runs_a_graphs_requests_times_its_own_width(
 
 
 def test_a_graph_for_too_few_requests_is_refused():
-    topology = Topology(dp_rank=0, dp_size=2)
+    step = DpLayout((8, 3), DpPaddingMode.MAX_LEN, 0)
     with pytest.raises(ValueError, match="graph_size=8 is below the 32 tokens given"):
-        DpLayout.of_requests((8, 3), 4, topology, DpPaddingMode.MAX_LEN, graph_requests=8 // 4)
+        step.of_requests((8, 3), 4, graph_requests=8 // 4)
 
 
 RANKS_STEPS = [

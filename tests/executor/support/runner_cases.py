@@ -34,7 +34,7 @@ from executor.model.layers.attention_torch import TorchAttention
 from executor.model.moe.layer import Dispatched
 from executor.model.spec import GqaSpec, ModelSpec
 from executor.model.triton.operators import TritonOps
-from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
+from executor.parallel.layout import DpLayout, DpPaddingMode, Place, Topology
 from executor.runners import Runner
 from executor.runners.forward_pass import ForwardPass
 from executor.runners.target import RunnerSelection
@@ -161,7 +161,7 @@ class RunnerCase:
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
             dtype=config.dtype,
-            topology=topology,
+            place=Place(topology),
             require_mlp_tp_gather=topology.dp_size > 1,
             features=features,
         )
@@ -230,7 +230,7 @@ class RunnerCase:
         prefix_lens = rng.integers(0, MAX_LEN - new_lens + 1)
         total = int(new_lens.sum())
         counts = (total,) if global_num_tokens is None else tuple(global_num_tokens)
-        topology = self.forward_pass.topology
+        topology = self.forward_pass.place.topology
         layout = DpLayout(
             counts,
             DpPaddingMode.MAX_LEN,

@@ -9,7 +9,7 @@ import torch
 from executor.batch.read_step import PARAMETERS, RowStarts, read_starts
 from executor.budget.token_budget import TokenBudget
 from executor.model.sampling.fixed_shape import Draws
-from executor.parallel.layout import Topology
+from executor.parallel.layout import Place
 from tests.executor.support.steps import limits_of, row_starts
 
 Way = tuple[float, int, float, float]  # temperature, top_k, top_p, min_p
@@ -21,7 +21,7 @@ def starts(vocab_size: int = 20, num_rows: int = 4096, **columns: Any) -> RowSta
     budget = TokenBudget(
         max_num_batched_tokens=num_rows, max_num_seqs=num_rows, max_num_logits=num_rows
     )
-    limits = limits_of(budget, topology=Topology(), vocab_size=vocab_size, takes_grammars=True)
+    limits = limits_of(budget, place=Place(), vocab_size=vocab_size, takes_grammars=True)
     message = row_starts(**{name: c for name, c in columns.items() if name != "grammars"})
     message.grammars.extend(columns.get("grammars", ()))
     return read_starts(message, limits)

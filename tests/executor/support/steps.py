@@ -10,7 +10,7 @@ from executor.batch.read_step import RowProgress, StepLimits, read_step
 from executor.budget.capture_sizes import GraphSizes
 from executor.budget.token_budget import TokenBudget
 from executor.errors import InvalidStep
-from executor.parallel.layout import Topology
+from executor.parallel.layout import Place, Topology
 from protos.executor.sampling_fields import SAMPLING_FIELDS, SEED
 from protos.executor.v1 import executor_pb2 as pb
 
@@ -25,7 +25,7 @@ Change = Callable[[pb.StepRequest], object]
 def limits_of(budget: TokenBudget, **changes: Any) -> StepLimits:
     """Returns what a small executor reads steps with: DP rank 1 of 2 unless told otherwise."""
     limits: dict[str, Any] = {
-        "topology": Topology(dp_rank=1, dp_size=2),
+        "place": Place(Topology(dp_rank=1, dp_size=2)),
         "num_kv_blocks": 64,
         "block_size": 4,
         "vocab_size": 100,

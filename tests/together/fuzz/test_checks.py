@@ -20,7 +20,7 @@ from executor.batch.read_step import RowProgress, StepLimits, read_step
 from executor.budget.capture_sizes import GraphSizes
 from executor.budget.token_budget import TokenBudget
 from executor.errors import InvalidStep
-from executor.parallel.layout import Topology
+from executor.parallel.layout import Place
 from protos.executor.sampling_fields import SAMPLING_FIELDS
 from protos.executor.v1 import executor_pb2
 from protos.serving.v1 import serving_pb2
@@ -100,7 +100,7 @@ def check_request(request: Request) -> None:
 def test_a_step_is_read_or_refused_by_name_and_changes_nothing(seed: int) -> None:
     rng = random.Random(seed)
     limits = StepLimits(
-        topology=Topology(),
+        place=Place(),
         budget=TokenBudget(
             max_num_batched_tokens=32, max_num_seqs=SIZES.num_rows, max_num_logits=16
         ),

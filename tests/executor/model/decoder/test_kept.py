@@ -18,7 +18,7 @@ from executor.model.weights.formats import Fp8Format, Mxfp4Format
 from executor.model.weights.kept import DEQUANTISED, Keeping
 from executor.model.weights.targets import Cut
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
-from executor.parallel.layout import Topology
+from executor.parallel.layout import Place, Topology
 from tests.executor.model.families.head_checkpoints import save_model
 from tests.executor.model.weights.kept_models import LATENT, Quantise, Save, twins
 from tests.executor.model.weights.quantised import fp8, mxfp4
@@ -98,7 +98,7 @@ def test_an_executor_keeps_its_part_of_every_weight(
     spec = read_spec(quantised)
     sizes: dict[str, Any] = {"hidden_size": 128, "dtype": torch.bfloat16}
     communicators = (
-        DpCommunicator(topology=topology, max_tokens_per_rank=1, top_k=3, **sizes),
+        DpCommunicator(place=Place(topology), max_tokens_per_rank=1, top_k=3, **sizes),
         AttnTpCommunicator(capacity=topology.capacity, max_shard_tokens_per_rank=1, **sizes),
     )
     model = load_model(

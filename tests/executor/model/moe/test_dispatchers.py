@@ -15,7 +15,7 @@ from executor.model.moe.dispatch_all_to_all import TorchAllToAllDispatcher
 from executor.model.moe.layer import Dispatcher, DispatchSetup
 from executor.parallel.communicators import DpCommunicator
 from executor.parallel.expert_places import ExpertPlaces
-from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
+from executor.parallel.layout import DpLayout, DpPaddingMode, Place, Topology
 from executor.parallel.process_groups import EpochGroups
 from tests.executor.model.moe.dispatch_cases import (
     DTYPES,
@@ -84,7 +84,7 @@ def setup_of(communicator: DpCommunicator, dtype: torch.dtype) -> DispatchSetup:
 
 def new_communicator(topology: Topology, dtype: torch.dtype) -> DpCommunicator:
     return DpCommunicator(
-        topology=topology,
+        place=Place(topology),
         max_tokens_per_rank=MAX_SHARD_ROWS,
         hidden_size=HIDDEN,
         dtype=dtype,

@@ -15,7 +15,7 @@ from executor.model.weights import Loader
 from executor.model.weights.checkpoint import Checkpoint, Stored
 from executor.model.weights.kept import DEQUANTISED, IN_INT8, Keeping
 from executor.parallel.communicators import DpCommunicator
-from executor.parallel.layout import Topology
+from executor.parallel.layout import Place, Topology
 from protos.executor.placement import GHOST
 from tests.executor.model.families.head_checkpoints import save_model
 from tests.executor.model.moe.moe_cases import CLAMPED, PREFIX, D, biases, checkpoint, routed
@@ -156,7 +156,7 @@ def test_a_model_takes_over_the_experts_of_another_executor(family: str, tmp_pat
 
     def loaded(rank: int) -> Any:
         communicator = DpCommunicator(
-            topology=Topology(dp_rank=rank, dp_size=dp_size),
+            place=Place(Topology(dp_rank=rank, dp_size=dp_size)),
             max_tokens_per_rank=1,
             hidden_size=model_spec.hidden_size,
             dtype=torch.float32,

@@ -26,7 +26,7 @@ from executor.model.weights import (
 )
 from executor.model.weights.targets import rope_rows_to_halves
 from executor.parallel.communicators import DpCommunicator
-from executor.parallel.layout import Topology
+from executor.parallel.layout import Place, Topology
 from tests.executor.support.checkpoints import reference_logits, save_qwen3_moe
 from tests.executor.support.serving import Rank
 
@@ -60,7 +60,7 @@ def load(path: Path, **options: Any) -> None:
 
 def rank_0_of(topology: Topology, num_experts: int = 8, **dense: int) -> dict[str, Any]:
     communicator = DpCommunicator(
-        topology=topology, max_tokens_per_rank=1, hidden_size=48, dtype=torch.float32, top_k=2
+        place=Place(topology), max_tokens_per_rank=1, hidden_size=48, dtype=torch.float32, top_k=2
     )
     return {"peers": Peers.gathering(num_experts, communicator, **dense)}
 

@@ -239,9 +239,14 @@ class DraftCase:
             graph_requests: Sequences of the graph that runs it; None if none does.
         """
         counts = [num_requests] if isinstance(num_requests, int) else num_requests
-        layout = DpLayout.of_requests(
-            counts, self.way.width, self.topology, padding_mode, graph_requests=graph_requests
+        step = DpLayout(
+            tuple(counts),
+            padding_mode,
+            self.topology.dp_rank,
+            attn_tp_rank=self.topology.attn_tp_rank,
+            attn_tp_size=self.topology.attn_tp_size,
         )
+        layout = step.of_requests(counts, self.way.width, graph_requests=graph_requests)
         rows = rng.permutation(NUM_ROWS)[: counts[self.topology.dp_rank]]
         new_batch = self._extend_batch if self.way.is_extend else self._draft_batch
         return new_batch(rng, rows, layout)

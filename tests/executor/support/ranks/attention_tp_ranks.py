@@ -14,7 +14,7 @@ from executor.model.families import read_spec
 from executor.model.spec import ModelSpec
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.epochs import JoinAttempt
-from executor.parallel.layout import DpPaddingMode, Topology
+from executor.parallel.layout import DpPaddingMode, Place, Topology
 from executor.parallel.process_groups import EpochGroups
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.support.ranks.ranks import HOST, SECRET, join, topology_of
@@ -85,7 +85,7 @@ def communicators(
     shard = -(-max_rows // topology.attn_tp_size)
     return (
         DpCommunicator(
-            topology=topology,
+            place=Place(topology),
             max_tokens_per_rank=shard,
             hidden_size=config.hidden_size,
             top_k=config.top_k,

@@ -39,7 +39,7 @@ class RanksStep:
 
     def batch(self, case: RunnerCase, dp_rank: int) -> ForwardBatch:
         """Returns a DP rank's part of it, for an executor of it or for one that has no peers."""
-        is_alone = case.forward_pass.topology.world_size == 1
+        is_alone = case.forward_pass.place.topology.world_size == 1
         return case.batch(
             np.random.default_rng(dp_rank),
             self.num_tokens[dp_rank],
@@ -107,7 +107,7 @@ def _replay_in_epoch(
     backends: Sequence[Any],
     steps: list[RanksStep],
 ) -> Replayed:
-    topology = case.forward_pass.topology
+    topology = case.forward_pass.place.topology
     groups: Any = join(port, topology, epoch)
     if not backends[0].outlives_group:
         groups = recorded(groups, backends)
