@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from protos.settings import ON_OFF, Rule, above, at_least, setting
 from protos.transport.port import ServiceConfig, check_files
 from router.engine.engine import EngineSettings
-from router.executors.discovery import check_addresses
+from router.executors.discovery import check_addresses, plain_addresses
 from router.executors.group import GroupSettings
 from router.executors.security import ExecutorSecurity
 from router.requests.callers import CallerSettings
@@ -26,8 +26,9 @@ class RouterConfig(EngineSettings, GroupSettings, CallerSettings, ExecutorSecuri
         rule=Rule("at least one group", bool, "HOST:PORT,...|dns:NAME:PORT?size=N"), flag="--group"
     )
     """The executors of one group: their addresses in any order, or a DNS name and how many
-    executors it stands for. Repeat the flag for each group; in the variable, groups are separated
-    by spaces."""
+    executors it stands for. ?size=N&min=M behind either makes it elastic: with M to N executors it
+    serves, and any more are spares. Repeat the flag for each group; in the variable, groups are
+    separated by spaces."""
     tokenizer: Path | None = setting(None, unset="clients send token ids only")
     """The model's tokenizer.json, or a folder that holds it."""
     chat_template: Path | None = setting(None, unset="the checkpoint's own, beside its tokenizer")
@@ -71,9 +72,9 @@ class RouterConfig(EngineSettings, GroupSettings, CallerSettings, ExecutorSecuri
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        addresses = [address for group in self.groups for address in group]
         for group in self.groups:
             check_addresses(group)
+        addresses = [address for group in self.groups for address in plain_addresses(group)]
         for address in addresses:
             if addresses.count(address) > 1:
                 raise ValueError(f"group: {address} is given twice; an executor is in one group")

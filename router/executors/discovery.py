@@ -1,13 +1,16 @@
 """Discovery of a group's executors: a list that the operator gave, or a DNS name asked each time.
 
-    10.0.0.7:50061,10.0.0.8:50061       a list; each may be a name that resolves to one executor
-    dns:executor:50061?size=2           what the name resolves to, one executor on each host
-    dns:executor:50061-50068?size=16    eight executors on each host, at these ports
+    10.0.0.7:50061,10.0.0.8:50061               a list; each may be a name that resolves to one executor
+    10.0.0.7:50061,10.0.0.8:50061?size=2&min=1  an elastic group of them
+    dns:executor:50061?size=2                   what the name resolves to, one executor on each host
+    dns:executor:50061-50068?size=16            eight executors on each host, at these ports
+    dns:executor:50061?size=2&min=1             an elastic group, of as many as the name resolves to
 
 On Kubernetes the name is that of a headless Service, which resolves to every pod behind it. It is
 asked at each forming of the group, because a pod that starts again has a new address. ``size`` is
 the executors of the group: a name that resolves to fewer, or to some of an older set besides, is
-no group yet.
+no group yet. With ``min`` the group is elastic: it serves with so many of them, and what there is beyond
+``size`` are spares. Its executors must be elastic, too.
 """
 
 import asyncio
@@ -18,9 +21,16 @@ from dataclasses import dataclass
 
 from protos.settings import ADDRESS
 from router.errors import ExecutorLost
+from router.executors.elastic import Strength
 
 DNS = "dns:"
-DNS_FORM = "dns:NAME:PORT?size=N or dns:NAME:FIRST-LAST?size=N, such as dns:executor:50061?size=2"
+DNS_FORM = (
+    "dns:NAME:PORT?size=N or dns:NAME:FIRST-LAST?size=N, with &min=M if it is elastic, such as "
+    "dns:executor:50061?size=2"
+)
+
+_COUNT = r"\d{1,6}"
+_SIZES = rf"size=({_COUNT})&min=({_COUNT})"
 
 FindAddresses = Callable[[], Awaitable[Sequence[str]]]
 Resolve = Callable[[str], Awaitable[Sequence[str]]]
@@ -34,11 +44,13 @@ class DnsGroup:
         name: Resolves to the hosts of all its executors and to nothing else.
         ports: Of the executors on each host.
         size: Executors of the group, on all hosts.
+        least: With how many it serves; None: it is not elastic.
     """
 
     name: str
     ports: range
     size: int
+    least: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> "DnsGroup":
@@ -47,13 +59,19 @@ class DnsGroup:
         Raises:
             ValueError: It has another form. The message says which fits.
         """
-        match = re.fullmatch(r"dns:([^\s:/?,]+):(\d{1,5})(?:-(\d{1,5}))?\?size=(\d{1,6})", text)
+        match = re.fullmatch(
+            rf"dns:([^\s:/?,]+):(\d{{1,5}})(?:-(\d{{1,5}}))?\?size=({_COUNT})(?:&min=({_COUNT}))?",
+            text,
+        )
         if match is None:
             raise ValueError(f"group: {text!r} is no group behind a DNS name: need {DNS_FORM}")
         first, last, size = int(match[2]), int(match[3] or match[2]), int(match[4])
         if not 1 <= first <= last <= 65535:
             raise ValueError(f"group: {text!r}: ports go up from 1 to 65535 at most")
         ports = range(first, last + 1)
+        if match[5]:
+            _check_strength(text, Strength(size, int(match[5])))
+            return cls(match[1], ports, size, int(match[5]))
         if size < 1 or size % len(ports):
             raise ValueError(
                 f"group: {text!r}: size={size} executors cannot be shared out evenly over hosts with "
@@ -72,9 +90,9 @@ class DnsGroup:
             hosts: Hosts of the name, in any order.
 
         Raises:
-            ExecutorLost: Too few or too many.
+            ExecutorLost: Too few or too many, and it is not elastic.
         """
-        if len(hosts) != self.num_hosts:
+        if self.least is None and len(hosts) != self.num_hosts:
             found = ", ".join(hosts) or "nothing"
             raise ExecutorLost(
                 f"{self.name} resolves to {len(hosts)} of {self.num_hosts} hosts ({found}): "
@@ -101,35 +119,64 @@ async def resolve_hosts(name: str) -> tuple[str, ...]:
     return tuple(sorted(hosts))
 
 
-def check_addresses(addresses: Sequence[str]) -> None:
+def _check_strength(group: str, strength: Strength) -> None:
+    if not 1 <= strength.least <= strength.size:
+        raise ValueError(
+            f"group: {group!r}: min={strength.least} of size={strength.size} executors: need min from 1 to "
+            f"size"
+        )
+
+
+def check_addresses(group: Sequence[str]) -> None:
     """Checks one --group: addresses, or only one DNS form.
 
     Raises:
         ValueError: Says what is wrong and what fits.
     """
-    for address in addresses:
-        if not address.startswith(DNS):
-            if not ADDRESS.fits(address):
-                raise ValueError(f"group: {address!r}: need {ADDRESS.need}")
-            continue
-        DnsGroup.parse(address)
-        if len(addresses) > 1:
+    for address in group:
+        if address.startswith(DNS):
+            DnsGroup.parse(address)
+            if len(group) > 1:
+                raise ValueError(
+                    f"group: {address!r} is a whole group, and stands with {len(group) - 1} more "
+                    f"addresses: give it a --group of its own"
+                )
+            return
+    for address in plain_addresses(group):
+        if not ADDRESS.fits(address):
+            raise ValueError(f"group: {address!r}: need {ADDRESS.need}")
+    strength, text = strength_of(group), ",".join(group)
+    if strength is not None:
+        _check_strength(text, strength)
+        if strength.size > len(group):
             raise ValueError(
-                f"group: {address!r} is a whole group, and stands with {len(addresses) - 1} more "
-                f"addresses: give it a --group of its own"
+                f"group: {text!r}: size={strength.size}, and there are {len(group)} addresses"
             )
+    elif "?" in text:
+        raise ValueError(f"group: {text!r}: need ?size=N&min=M behind the last address")
 
 
-def find_addresses(addresses: Sequence[str], resolve: Resolve = resolve_hosts) -> FindAddresses:
+def strength_of(group: Sequence[str]) -> Strength | None:
+    """Returns how many executors a checked group has; None if it is not elastic."""
+    match = re.search(rf"\?{_SIZES}$", group[-1])
+    return Strength(int(match[1]), int(match[2])) if match else None
+
+
+def plain_addresses(group: Sequence[str]) -> list[str]:
+    """Returns the addresses of one --group, or its DNS form, without its sizes."""
+    return [*group[:-1], group[-1].partition("?")[0]]
+
+
+def find_addresses(group: Sequence[str], resolve: Resolve = resolve_hosts) -> FindAddresses:
     """Returns a function that finds the addresses of a checked group's executors as they are then.
 
     Args:
-        addresses: One --group.
+        group: One --group.
         resolve: Returns the hosts of a name.
     """
-    group = DnsGroup.parse(addresses[0]) if addresses[0].startswith(DNS) else None
+    dns = DnsGroup.parse(group[0]) if group[0].startswith(DNS) else None
 
     async def find() -> Sequence[str]:
-        return addresses if group is None else group.addresses(await resolve(group.name))
+        return plain_addresses(group) if dns is None else dns.addresses(await resolve(dns.name))
 
     return find

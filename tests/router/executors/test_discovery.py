@@ -7,7 +7,8 @@ import pytest
 
 from router.config import RouterConfig
 from router.errors import ExecutorLost
-from router.executors.discovery import DnsGroup, find_addresses, resolve_hosts
+from router.executors.discovery import DnsGroup, find_addresses, resolve_hosts, strength_of
+from router.executors.elastic import Strength
 
 
 async def test_a_list_is_given_back_as_it_is() -> None:
@@ -72,6 +73,24 @@ async def test_a_host_with_two_families_counts_once(monkeypatch: pytest.MonkeyPa
     assert await resolve_hosts("executor") == ("10.0.0.1", "10.0.0.2")
 
 
+async def test_an_elastic_group_is_of_as_many_as_there_are() -> None:
+    group = ["dns:executor:50061-50062?size=3&min=1"]
+    find = find_addresses(group, AsyncMock(side_effect=[[], ["10.0.0.1", "10.0.0.2"]]))
+    assert strength_of(group) == Strength(3, 1)
+
+    assert list(await find()) == []
+    assert len(await find()) == 4
+
+
+async def test_a_list_may_be_an_elastic_group() -> None:
+    group = ["a:1", "b:2", "c:3?size=2&min=1"]
+
+    assert list(await find_addresses(group)()) == ["a:1", "b:2", "c:3"]
+    assert strength_of(group) == Strength(2, 1)
+    assert strength_of(["a:1", "b:2"]) is strength_of(["dns:executor:50061?size=2"]) is None
+    RouterConfig(groups=(tuple(group),), executor_plaintext="on")
+
+
 def test_size_counts_executors_not_hosts() -> None:
     assert DnsGroup.parse("dns:executor:50061-50068?size=16").num_hosts == 2
 
@@ -89,6 +108,12 @@ def test_size_counts_executors_not_hosts() -> None:
         ("dns:executor:99999?size=1", "ports go up"),
         ("dns:executor:50061?size=2,10.0.0.7:50061", "give it a --group of its own"),
         ("executor", "need host:port"),
+        ("dns:executor:50061?size=2&min=3", "min=3 of size=2 executors: need min from 1 to size"),
+        ("dns:executor:50061?size=2&min=0", "min=0 of size=2"),
+        ("a:1,b:2?size=2&min=3", "min=3 of size=2"),
+        ("a:1,b:2?size=3&min=1", "size=3, and there are 2 addresses"),
+        ("a:1,b:2?size=2", "need ?size=N&min=M behind the last address"),
+        ("a:1?size=2&min=1,b:2", "need host:port"),
     ],
 )
 def test_what_is_no_group_is_refused_at_start(group: str, told: str) -> None:
