@@ -32,7 +32,7 @@ from router.api.text import Tokenizer
 from router.config import RouterConfig
 from router.engine.engine import Engine
 from router.engine.engines import Engines, Observer
-from router.executors.discovery import find_addresses
+from router.executors.discovery import find_addresses, strength_of
 from router.executors.group import ExecutorGroup
 from router.requests.request import Listeners
 from router.requests.waiting_queue import WaitingQueue
@@ -125,7 +125,8 @@ def _open_tokenizer(config: RouterConfig, cleanup: AsyncExitStack) -> Tokenizer 
 
 
 def _connect(config: RouterConfig, addresses: tuple[str, ...]) -> ExecutorGroup:
-    return ExecutorGroup(find_addresses(addresses), config, config.opener(addresses))
+    opener = config.opener(addresses)
+    return ExecutorGroup(find_addresses(addresses), config, opener, strength_of(addresses))
 
 
 def _build_engine(

@@ -21,7 +21,10 @@ RpcError
 └── ExecutorFailed      INTERNAL             the request's step fails every time
 
 ExecutorLost            a group's step cannot be finished; the group forms again
+├── ExecutorGone        because an executor's process or host is there no more
 ├── ExecutorLeft        because an executor was told to stop: nobody's fault
+│   └── GroupGrows      because there are more executors for it
+├── ExecutorUnfit       because an executor cannot take the place that it was given
 ├── ExecutorLied        because what an executor said cannot be; it is left out until it restarts
 └── ReasonUnknown       because a stream ended, perhaps for want of another executor
 GroupMismatch           the members of a group do not fit together; the operator must act
@@ -198,8 +201,20 @@ class ExecutorLost(Exception):
     """An executor died, answered wrongly or was not there. No step of its epoch commits."""
 
 
+class ExecutorGone(ExecutorLost):
+    """An executor answers nobody any more: there is nothing of it that could be waited for."""
+
+
 class ExecutorLeft(ExecutorLost):
     """An executor was told to stop, and said so before it left. No request is the cause."""
+
+
+class GroupGrows(ExecutorLeft):
+    """Its epoch ended between two steps, so that executors join it which it lacked."""
+
+
+class ExecutorUnfit(ExecutorLost):
+    """An executor of an elastic group could not join where it was placed, and no other is the cause."""
 
 
 class ExecutorLied(ExecutorLost):

@@ -26,9 +26,11 @@ from router.engine.recent import Events, FlowShares, History
 from router.engine.status import epoch_status, step_cost_status
 from router.errors import (
     ExecutorFailed,
+    ExecutorGone,
     ExecutorLeft,
     ExecutorLied,
     ExecutorLost,
+    GroupGrows,
     GroupMismatch,
 )
 from router.requests.request import NO_COLUMNS, Columns, Listener, Listeners, Request, Sequence
@@ -41,9 +43,11 @@ from router.scheduling.step import GroupInfo, InFlight, ServedModel, StepResult,
 log = structlog.get_logger()
 
 MIN_CHECK_S = 0.001
+TRIAL_CHECK_S = 0.1  # between looks at whether suspects may run
 OVERDUE_CHECK_S = 1.0  # between looks at a group that makes no progress
 MAX_NAMED = 64  # requests, in one line of the log
 MIN_RETRY_DELAY_S = 0.05  # an attempt takes a few milliseconds
+AT_ONCE = (ExecutorGone, GroupGrows)  # losses behind which the others are as they should be
 RETRY_SHARE = 0.1  # of the time that a group has been down: what looking for it later may add
 MAX_RETRY_DELAY_S = 15.0  # after attempts that ended, one after another, in what nobody expected
 
@@ -54,6 +58,15 @@ class Executors(Protocol):
     @property
     def suspicions(self) -> Counter[str]:
         """Executors that fell silent: "cleared" by a beat, "lost", and of these "false" alarms."""
+        ...
+
+    @property
+    def wants_border(self) -> bool:
+        """Whether no further step should be planned: once none is under way, `lost` raises."""
+        ...
+
+    def may_try_suspects(self) -> bool:
+        """Whether it can do without one more executor, which a poison request may cost."""
         ...
 
     def members(self) -> list[pb.MemberStatus]:
@@ -82,7 +95,7 @@ class Executors(Protocol):
         ...
 
     async def lost(self) -> None:
-        """Returns never; raises ExecutorLost as soon as an executor is."""
+        """Returns never; raises ExecutorLost as soon as an executor is, or at a border that it wants."""
         ...
 
     async def news(self) -> None:
@@ -141,7 +154,7 @@ class Engine:
         self.is_ready = False
         self._executors = executors
         self.on_change: Callable[[], None] = lambda: None
-        self.waiting = Quarantine(waiting)
+        self.waiting = Quarantine(waiting, executors.may_try_suspects)
         self._listeners = listeners
         self._settings = settings
         self._on_end = on_end
@@ -185,12 +198,12 @@ class Engine:
                 delay_s = growing_delay_s
                 growing_delay_s = max(least_delay_s, min(2 * delay_s, MAX_RETRY_DELAY_S))
                 self._caches.drop()  # its tables may say what is not so
-            was_ready = self.is_ready
+            was_ready, has_stepped = self.is_ready, self._stats.num_steps > 0
             self._lose_at_any_cost(loss)
-            if was_ready:
-                await asyncio.sleep(delay_s)
-            else:
+            if not was_ready:
                 await self._wait_for_executors(delay_s)
+            elif not (has_stepped and isinstance(loss, AT_ONCE)):
+                await asyncio.sleep(delay_s)
 
     async def _wait_for_executors(self, timeout_s: float) -> None:
         """Returns when an executor is there that was not, or the time is over."""
@@ -250,7 +263,9 @@ class Engine:
         self.measures.times.add(step, result, received)
 
     def _plan(self, scheduler: Scheduler, *, is_late: bool = False) -> bool:
-        """Plans a step and sends it; returns False if there is nothing to run."""
+        """Plans a step and sends it; returns False if there is nothing to run, or none shall be."""
+        if self._executors.wants_border:
+            return False
         begun = perf_counter()
         plan = scheduler.schedule()
         if plan is None:
@@ -558,7 +573,8 @@ class Engine:
         lost = asyncio.ensure_future(self._executors.lost())
         work = asyncio.ensure_future(self._has_work.wait())
         try:
-            await asyncio.wait((lost, work), return_when=asyncio.FIRST_COMPLETED)
+            recheck_s = TRIAL_CHECK_S if self.waiting.holds_suspects else None
+            await asyncio.wait((lost, work), timeout=recheck_s, return_when=asyncio.FIRST_COMPLETED)
             if lost.done():
                 lost.result()
         finally:

@@ -337,7 +337,8 @@ class ElasticPolicy:
     def _teams_of(self, candidates: Sequence[Candidate]) -> tuple[list[Team], list[Team]]:
         """Returns the DP ranks whose executors all stay, in their order, and those that could be new.
 
-        Executors whose peers are gone are new ones. Addresses that had a place come first of these.
+        Executors whose peers are gone are new ones. Addresses that had a place come first of these, then
+        who has been there for longest, then in the order given.
         """
         there = {candidate.name: candidate for candidate in candidates}
         staying = [
@@ -347,9 +348,9 @@ class ElasticPolicy:
         ]
         ranks = {member.address: rank for rank, member in enumerate(self._members())}
 
-        def preference(candidate: Candidate) -> tuple[float, float, str]:
+        def preference(candidate: Candidate) -> tuple[int, float]:
             since = self._history[candidate.address].since
-            return ranks.get(candidate.address, len(ranks)), since, candidate.address
+            return ranks.get(candidate.address, len(ranks)), since
 
         others = sorted(there.values(), key=preference)
         if not others:

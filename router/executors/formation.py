@@ -21,10 +21,15 @@ MAX_SHOWN = 64  # places, in an error
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One executor, as it described itself."""
+    """One executor, as it described itself.
+
+    Attributes:
+        placement: What its Join says of its place; None: it stands where its settings say.
+    """
 
     address: str
     description: pb.DescribeResponse
+    placement: pb.Placement | None = None
 
     @property
     def dp_rank(self) -> int:

@@ -4,7 +4,15 @@ import asyncio
 import json
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -24,11 +32,29 @@ from protos.settings import Rule, above, setting
 from protos.transport.channel import ChannelOpener
 from protos.transport.error_details import error_details
 from protos.transport.errors import duration
-from router.errors import ExecutorLeft, ExecutorLied, ExecutorLost, ReasonUnknown
+from router.errors import (
+    ExecutorGone,
+    ExecutorLeft,
+    ExecutorLied,
+    ExecutorLost,
+    ExecutorUnfit,
+    GroupGrows,
+    ReasonUnknown,
+)
 from router.executors.attendance import ATTEND, MAX_BEAT_BYTES, Attendance
 from router.executors.description_bounds import MAX_INSTANCE_ID_LEN, problem_of
 from router.executors.discovery import FindAddresses
+from router.executors.elastic import (
+    Change,
+    ElasticPolicy,
+    ElasticSettings,
+    Formation,
+    SpareState,
+    Strength,
+)
 from router.executors.formation import Member, check_group, describe_group
+from router.executors.places import candidate_of, placed
+from router.executors.spares import Spares
 from router.executors.step_codec import (
     WrongAnswer,
     decode_step,
@@ -86,11 +112,12 @@ PINGS = (("grpc.keepalive_time_ms", 2000), ("grpc.keepalive_timeout_ms", 2000))
 RARE_PINGS = (("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 10_000))
 
 
+UNFIT = ("INVALID_PLACEMENT", "NOT_PLACED", "LOAD_FAILED")  # of a Join: nobody else's fault
 SILENT_CODES = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupSettings(DeadlineSettings):
+class GroupSettings(DeadlineSettings, ElasticSettings):
     """Settings of a group's executors."""
 
     model_name: str = "default"
@@ -117,6 +144,7 @@ class ExecutorGroup:
             each forming.
         settings: What the operator said.
         opener: Opens channels; None is plain text, and no token.
+        strength: How many executors are in it; None: it is not elastic, and all of them are.
 
     Attributes:
         deadline: Says how long a step may take, from its sending or the answer before it.
@@ -127,6 +155,7 @@ class ExecutorGroup:
         find_addresses: FindAddresses,
         settings: GroupSettings,
         opener: ChannelOpener | None = None,
+        strength: Strength | None = None,
     ) -> None:
         self._opener = opener or ChannelOpener()
         self._settings = settings
@@ -142,7 +171,7 @@ class ExecutorGroup:
         self._num_peers = 1  # executors of a DP rank
         self._vocab_size = 0
         self._has_scored = False  # in this epoch, which makes answers long
-        self._instances: dict[tuple[int, int], str] = {}  # by coordinates
+        self._instances: dict[Hashable, str] = {}  # by coordinates; by address where these change
         self._kv_ids: dict[str, str] = {}  # by address, of the last epoch that was formed
         self._left_out: dict[str, tuple[str, str]] = {}  # by address: instance, and what it said
         self._streams: list[StepStream] = []
@@ -154,9 +183,25 @@ class ExecutorGroup:
             self._suspicion,
             epoch=lambda address: self._epoch if address in self._driven else 0,
             on_tick=self._judge,
-            on_news=lambda: self._is_news.set(),
+            on_news=self._note_news,
         )
         self._is_news = asyncio.Event()
+        self._clock = asyncio.get_running_loop().time
+        self.strength = strength
+        self._taking_part: set[str] = set()  # addresses of the epoch, or of its forming
+        self._border: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.changes = Counter[str]()
+        self._policy: ElasticPolicy | None = None
+        self._spares: Spares | None = None
+        if strength is not None:
+            self._policy = policy = ElasticPolicy(strength, settings, self._clock())
+            self._spares = Spares(
+                policy,
+                settings.grow_after_s,
+                describe=self._describe_spares,
+                stage=lambda address, request: self._stubs[address].Stage(request),
+                on_grow=self._end_at_border,
+            )
 
     async def form(self) -> GroupInfo:
         """Brings all executors into a new epoch. See engine.Executors."""
@@ -172,10 +217,17 @@ class ExecutorGroup:
             await asyncio.wait((forming,))
 
     async def _form(self) -> GroupInfo:
-        addresses = await self._find_addresses()
+        addresses = await self._candidates()
+        self._taking_part = set(addresses)
         await self._connect(addresses)
         members = await self._describe_all()
         await self._connect(addresses)  # anew, to those that have turned out to have no beats
+        formation = None
+        if self._policy is not None:
+            candidates = [candidate_of(member) for member in members]
+            formation = self._policy.choose(self._clock(), candidates)
+            members = placed(formation, members)
+            self._taking_part = {member.address for member in members}
         check_group(members)
         self._recognise(members)
         self._check_lead(members)
@@ -202,7 +254,25 @@ class ExecutorGroup:
             for member in members
         ]
         self._driven = {member.address for member in members}
+        if formation is not None:
+            self._note_formed(formation)
         return replace(info, kv_ids=_kv_ids_of_ranks(members, self._kv_ids))
+
+    def _note_formed(self, formation: Formation) -> None:
+        """Notes what has become of an elastic group, and looks after its spares from here on."""
+        assert self._policy is not None
+        assert self._spares is not None
+        self._policy.note_formed(self._clock(), formation)
+        self.changes[formation.change] += 1
+        log.info(
+            "group_placed",
+            change=formation.change.value,
+            executors=[member.address for member in formation.members],
+            loads=[formation.missing(member) for member in formation.members],
+        )
+        if formation.change is not Change.REJOIN:
+            self.deadline.forget()
+        self._spares.watch()
 
     def send(self, step: InFlight) -> None:
         """Sends each DP rank its part; attention-TP peers get the same."""
@@ -303,18 +373,48 @@ class ExecutorGroup:
         return await asyncio.gather(*map(error_of, members))
 
     async def lost(self) -> None:
-        """Returns never; raises ExecutorLost as soon as a stream ends."""
-        await asyncio.shield(self._loss)
+        """Returns never; raises ExecutorLost as soon as a stream ends, or the epoch shall and may."""
+        ends = [self._loss]
+        if all(stream.is_idle for stream in self._streams):
+            ends.append(self._border)
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        next(end for end in ends if end.done()).result()
+
+    @property
+    def wants_border(self) -> bool:
+        """Whether the epoch shall end. See engine.Executors."""
+        return self._border.done()
+
+    def _end_at_border(self) -> None:
+        """Ends the epoch once no step runs."""
+        if not self._border.done():
+            self._border.set_exception(GroupGrows("executors that it lacked are there: it grows"))
+            self._border.exception()  # seen: the engine may learn of it at the next step only
+
+    def may_try_suspects(self) -> bool:
+        """Whether the group can do without one more executor. See engine.Executors."""
+        if self._policy is None or self._spares is None:
+            return True
+        return self._policy.may_try_suspects(self._clock(), len(self._spares.states))
 
     async def news(self) -> None:
         """Returns when an executor beats that did not. See engine.Executors."""
         self._is_news.clear()
         await self._is_news.wait()
 
+    def _note_news(self) -> None:
+        self._is_news.set()
+        if self._spares is not None:
+            self._spares.note_news()
+
     @property
     def suspicions(self) -> Counter[str]:
         """Executors that fell silent, by what came of it. See engine.Executors."""
         return self._suspicion.outcomes
+
+    def spares(self) -> Mapping[str, SpareState]:
+        """Returns the executors that answer and are not in an elastic group, by address."""
+        return {} if self._spares is None else self._spares.states
 
     def members(self) -> list[MemberStatus]:
         """Returns what beats tell of each executor. See engine.Executors."""
@@ -349,8 +449,9 @@ class ExecutorGroup:
         for silence in self._suspicion.judge(now, self._epoch, is_idle=is_idle):
             problem = _describe_silence(silence, self._name)
             log.warning("executor_silent", problem=problem)
-            self._end_streams()
-            _lose(self._loss, ExecutorLost(problem))
+            if silence.name in self._taking_part:
+                self._end_streams()
+                _lose(self._loss, ExecutorGone(problem))
 
     def _name(self, address: str) -> str:
         known = [str(member) for member in self._members if member.address == address]
@@ -388,7 +489,7 @@ class ExecutorGroup:
                 elif answer is not None and answer.code() in SILENT_CODES:
                     gone.append(f"{member}: {reason or answer.code().name}")
             if gone:
-                error = ExecutorLost("; ".join([*gone, str(error)]))
+                error = ExecutorGone("; ".join([*gone, str(error)]))
         finally:
             _lose(loss, error)
 
@@ -404,22 +505,42 @@ class ExecutorGroup:
         self._streams, self._asking, self._last_step_id = [], None, 0
         self._driven = ()
         self._has_scored = False
+        if self._spares is not None:
+            self._spares.stop()
         self._loss = asyncio.get_running_loop().create_future()
+        self._border = asyncio.get_running_loop().create_future()
+
+    async def _candidates(self) -> Sequence[str]:
+        """Returns the addresses of all executors; those that an elastic group knows, if it cannot ask."""
+        try:
+            return await self._find_addresses()
+        except ExecutorLost:
+            if self._policy is None or not self._channels:
+                raise
+            return list(self._channels)
 
     async def _connect(self, addresses: Sequence[str]) -> None:
         """Keeps one channel to each address, and closes those to others or with old files."""
-        has_beats = self._settings.silent_after_ms > 0
         kept = set() if self._opener.has_changed() else set(addresses)
         without_beats = self._attendance.without_beats
         kept -= without_beats - self._rarely_pinged
         for address in self._channels.keys() - set(addresses):
             self._attendance.leave(address)
-        for address in self._channels.keys() - kept:
+        await self._disconnect(self._channels.keys() - kept)
+        for address in self._left_out.keys() - set(addresses):
+            del self._left_out[address]
+        self._open_channels(addresses)
+
+    async def _disconnect(self, addresses: Collection[str]) -> None:
+        for address in addresses:
             del self._stubs[address]
             self._rarely_pinged.discard(address)
             await self._channels.pop(address).close()
-        for address in self._left_out.keys() - set(addresses):
-            del self._left_out[address]
+
+    def _open_channels(self, addresses: Collection[str]) -> None:
+        """Opens the channels that are not there, and attends all of these executors."""
+        has_beats = self._settings.silent_after_ms > 0
+        without_beats = self._attendance.without_beats
         for address in addresses:
             if address not in self._channels:
                 pings = PINGS
@@ -433,12 +554,39 @@ class ExecutorGroup:
                 self._attendance.attend(address, self._channels[address])
 
     async def _describe_all(self) -> list[Member]:
-        """Returns all executors, by DP rank and attention-TP rank."""
+        """Returns all executors, by DP rank and attention-TP rank; of an elastic group, who answers."""
+        if self._policy is not None:
+            return await self._describe_who_answers(self._stubs)
         members = await _all([self._describe(address) for address in self._stubs])
         return sorted(members, key=lambda member: member.coordinates)
 
-    async def _describe(self, address: str) -> Member:
-        timeout_s = min(DESCRIBE_TIMEOUT_S, self._settings.form_timeout_s)
+    async def _describe_who_answers(self, addresses: Iterable[str]) -> list[Member]:
+        """Returns the executors that answer. Nobody is waited for that does not beat."""
+
+        async def describe(address: str) -> Member | None:
+            state = self._suspicion.state(address)
+            if state is MemberState.SILENT:
+                return None
+            timeout_s = DESCRIBE_TIMEOUT_S if state is MemberState.ATTENTIVE else SILENT_TIMEOUT_S
+            try:
+                return await self._describe(address, timeout_s)
+            except ExecutorLost:
+                return None
+
+        answers = await asyncio.gather(*map(describe, addresses))
+        return [member for member in answers if member is not None]
+
+    async def _describe_spares(self) -> list[Member]:
+        """Returns the executors that are not in the epoch and answer, as many as there are now."""
+        addresses = set(await self._candidates()) | self._taking_part
+        for address in (gone := self._channels.keys() - addresses):
+            self._attendance.leave(address)
+        await self._disconnect(gone)
+        self._open_channels(addresses)
+        return await self._describe_who_answers(sorted(addresses - self._taking_part))
+
+    async def _describe(self, address: str, timeout_s: float = DESCRIBE_TIMEOUT_S) -> Member:
+        timeout_s = min(timeout_s, self._settings.form_timeout_s)
         if self._suspicion.state(address) is MemberState.SILENT:
             timeout_s = min(SILENT_TIMEOUT_S, timeout_s)
         name = f"Describe of {self._name(address)}"
@@ -470,9 +618,11 @@ class ExecutorGroup:
 
     def _recognise(self, members: Sequence[Member]) -> None:
         """Notes the members' instances, and logs each that is not the one of the last epoch."""
+        before, self._instances = self._instances, {}
         for member in members:
             instance_id = member.description.instance_id
-            known = self._instances.get(member.coordinates)
+            place = member.address if member.placement else member.coordinates
+            known = before.get(place)
             if known is not None and known != instance_id:
                 log.warning(
                     "executor_restarted",
@@ -481,7 +631,7 @@ class ExecutorGroup:
                     new_instance=instance_id,
                 )
                 self.deadline.forget()
-            self._instances[member.coordinates] = instance_id
+            self._instances[place] = instance_id
 
     def _check_lead(self, members: Sequence[Member]) -> None:
         """Checks that no member's epoch is one that only this member can have come to.
@@ -531,9 +681,15 @@ class ExecutorGroup:
                 secret=secret,
                 peer_hosts=peer_hosts,
                 kv_id=kv_id if kv_id == self._kv_ids.get(member.address) else "",
+                placement=member.placement,
             )
             stub, timeout_s = self._stubs[member.address], self._settings.form_timeout_s
-            return await _answer(stub.Join(request, timeout=timeout_s), f"Join of {member}")
+            try:
+                return await _answer(stub.Join(request, timeout=timeout_s), f"Join of {member}")
+            except ExecutorUnfit:
+                if self._policy is not None:
+                    self._policy.note_failed(self._clock(), member.address)
+                raise
 
         joined = await _all([join(member) for member in members])
         for member, answer in zip(members, joined, strict=True):
@@ -592,7 +748,8 @@ async def _answer(call: Awaitable[T], name: str) -> T:
         answer = await call
     except grpc.aio.AioRpcError as error:
         reason = error_details(error).reason or error.code().name
-        raise ExecutorLost(f"{name} failed: {reason}: {error.details()}") from error
+        kind = ExecutorUnfit if reason in UNFIT else ExecutorLost
+        raise kind(f"{name} failed: {reason}: {error.details()}") from error
     if answer is None:  # as gRPC has it of bytes that are no message
         raise ExecutorLost(f"{name} failed: the answer is no such message")
     return answer

@@ -14,12 +14,16 @@ from google.protobuf.message import DecodeError
 from protos.executor.v1 import executor_pb2 as pb
 from protos.settings import above, setting
 from protos.transport.error_details import error_details
-from router.errors import ExecutorLeft, ExecutorLied, ExecutorLost, ReasonUnknown
+from router.errors import ExecutorGone, ExecutorLeft, ExecutorLied, ExecutorLost, ReasonUnknown
 from router.scheduling.step import Agreement, StepSettings
 
 # Errors by the reason of a stream's end; any other is ExecutorLost. A step also fails when another
 # executor leaves.
 KINDS = {"SHUTTING_DOWN": ExecutorLeft, "STEP_FAILED": ReasonUnknown}
+UNREASONED = {  # ends by gRPC's own codes, without a word of the executor's
+    grpc.StatusCode.INTERNAL: ReasonUnknown,
+    grpc.StatusCode.UNAVAILABLE: ExecutorGone,
+}
 STEP = f"/{pb.DESCRIPTOR.services_by_name['ExecutorService'].full_name}/Step"
 
 RISE, FALL = 0.2, 0.01
@@ -118,7 +122,7 @@ class StepStream:
             kind = KINDS.get(reason, ExecutorLost)
             if not reason:
                 reason = error.code().name
-                kind = ReasonUnknown if error.code() is grpc.StatusCode.INTERNAL else ExecutorLost
+                kind = UNREASONED.get(error.code(), ExecutorLost)
             end = kind(f"{self.name}: {reason}: {error.details()}")
         self._on_end(end)
 

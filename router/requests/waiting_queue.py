@@ -18,7 +18,7 @@ callers that are told apart go by what each was given (`flows.py`). Who gives wa
 
 from bisect import bisect_right, insort
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import chain, count
 
 from protos.transport.interceptors import Caller
@@ -253,10 +253,13 @@ class Quarantine:
 
     Args:
         others: Their queue.
+        may_try: Whether suspects that wait here may begin: each may cost an executor. Until then all
+            others run.
     """
 
-    def __init__(self, others: WaitingQueue) -> None:
+    def __init__(self, others: WaitingQueue, may_try: Callable[[], bool] = lambda: True) -> None:
         self._others = others
+        self._may_try = may_try
         self._suspects: list[Sequence] = []  # lost more than once, that wait, as they are tried
         self._running: dict[Sequence, int] = {}  # handed out, and not proven yet: their losses
         self._num_running: Counter[int] = Counter()  # of these, by their losses
@@ -302,10 +305,16 @@ class Quarantine:
     def peek(self) -> Sequence | None:
         """Returns the sequence that may begin next."""
         num_losses = max(self._num_running, default=0)
-        self._head = self._next_suspect(num_losses)
-        if self._head is not None:
+        self._head = None
+        if self._suspects and not self.holds_suspects:
+            self._head = self._next_suspect(num_losses)
             return self._head
-        return None if self._suspects or num_losses > 1 else self._others.peek()
+        return None if num_losses > 1 else self._others.peek()
+
+    @property
+    def holds_suspects(self) -> bool:
+        """Whether there are suspects that may not begin."""
+        return bool(self._suspects) and not self._may_try()
 
     def _next_suspect(self, num_losses: int) -> Sequence | None:
         """Returns the suspect that may begin beside those that run, whose losses are as many.

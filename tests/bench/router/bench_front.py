@@ -55,6 +55,11 @@ class TimerExecutors:
         self._ends: deque[float] = deque()
         self.suspicions = Counter[str]()
 
+    wants_border = False
+
+    def may_try_suspects(self) -> bool:
+        return True
+
     def members(self) -> list[pb.MemberStatus]:
         return []
 

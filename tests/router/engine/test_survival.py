@@ -14,7 +14,7 @@ from protos.executor.v1 import executor_pb2 as pb
 from protos.serving.v1 import serving_pb2
 from router.engine.engine import Engine, EngineSettings, Executors
 from router.engine.engines import Engines
-from router.errors import ExecutorFailed, GroupMismatch
+from router.errors import ExecutorFailed, ExecutorGone, GroupMismatch
 from router.requests.request import Listeners
 from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.scheduler import Scheduler
@@ -228,6 +228,50 @@ async def test_a_lost_group_is_looked_for_the_more_often_the_shorter_it_has_been
     assert waits[-1] == pytest.approx(0.5, abs=0.001)
     found = next(asked for asked in executors.asked if asked >= lost + 1.1)
     assert found - lost < 1.1 * 1.12, "what looking for it later adds is a tenth"
+
+
+class Asked(Absent):
+    """The same, lost in a way that the test says; and which may or may not try suspects."""
+
+    may_try = True
+
+    def may_try_suspects(self) -> bool:
+        return self.may_try
+
+
+@on_virtual_clock
+async def test_a_group_whose_executor_is_gone_forms_anew_at_once_if_it_had_stepped():
+    executors = Asked()
+    async with two_groups(executors, retry_delay_s=0.5) as (engines, [engine]):
+        await until(lambda: engine.is_ready)
+        for has_stepped in (False, True):
+            if has_stepped:
+                await complete(engines, "r0", [1, 2, 3], 4)
+            executors.asked.clear()
+            lost = asyncio.get_running_loop().time()
+            executors.kill(down_s=0.0, error=ExecutorGone("its process is"))
+            await until(lambda: bool(executors.asked))
+            waited_s = executors.asked[0] - lost
+            assert waited_s == pytest.approx(0.0 if has_stepped else 0.5, abs=0.001)
+            await until(lambda: engine.is_ready)
+
+
+@on_virtual_clock
+async def test_a_group_that_grows_does_so_between_two_steps_and_nobody_is_suspected():
+    executors = Asked()
+    async with two_groups(executors) as (engines, [engine]):
+        await until(lambda: engine.is_ready)
+        epoch = executors.num_epochs
+        completion = asyncio.ensure_future(complete(engines, "r0", [1, 2, 3], 12))
+        await until(lambda: engine.status().step > 3)
+        executors.end_at_border()
+        await until(lambda: executors.num_epochs > epoch)
+        await completion
+        losses = engine.measures.totals().losses
+        assert losses == {"lost": 0, "left": 1}
+        epoch = executors.num_epochs
+        executors.end_at_border()
+        await until(lambda: executors.num_epochs > epoch)
 
 
 # ---- what nobody expected

@@ -1,5 +1,6 @@
 """If these fail, one request can kill executors for ever, or innocent ones are failed for it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,11 @@ from tests.router.support.stepper import Stepper, make_shape
 class Line:
     """A quarantine whose sequences gain tokens when a test says so."""
 
-    def __init__(self, max_sequences: int = 1000) -> None:
-        self.quarantine = Quarantine(WaitingQueue(max_sequences=max_sequences, max_tokens=10_000))
+    def __init__(
+        self, max_sequences: int = 1000, may_try: Callable[[], bool] = lambda: True
+    ) -> None:
+        waiting = WaitingQueue(max_sequences=max_sequences, max_tokens=10_000)
+        self.quarantine = Quarantine(waiting, may_try)
         self._listener = Listeners(1).open()
         self._num_requests = 0
 
@@ -245,3 +249,19 @@ def test_a_suspect_does_not_take_the_place_of_whoever_was_given_its_own():
     stepper.step()
     assert high.sequences[0].table is not None
     assert low.sequences[0].table is None
+
+
+def test_suspects_of_two_losses_wait_while_none_may_be_tried_and_all_others_run():
+    may_try = False
+    line = Line(may_try=lambda: may_try)
+    suspects = line.submit(8)
+    assert line.take() == suspects
+    line.lose(*suspects)
+    assert line.take() == suspects
+    line.lose(*suspects)
+    others = line.submit(2)
+    assert line.take() == others
+    assert line.quarantine.holds_suspects
+    may_try = True
+    assert line.take() == suspects[:1]
+    assert not line.quarantine.holds_suspects

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from protos.serving.v1 import serving_pb2 as pb
-from router.errors import ExecutorLost
+from router.errors import ExecutorLost, GroupGrows
 from router.requests.request import Sequence as LiveSequence
 from router.scheduling.step import (
     Agreement,
@@ -123,18 +123,19 @@ class FakeExecutors:
         self._dead: set[int] = set()
         self._kv_ids = [self._new_kv_id() for _ in range(shape.dp_size)]
         self._loss: asyncio.Future[None] | None = None
+        self._border: asyncio.Future[None] | None = None
 
     def _new_kv_id(self) -> str:
         return f"kv{next(_NUMBERS)}"
 
-    def kill(self, down_s: float) -> None:
+    def kill(self, down_s: float, error: ExecutorLost | None = None) -> None:
         """Ends an executor now, and starts it again after a while; or its connection only."""
         if self._rng.random() < DEAD_SHARE:
             self._dead.add(self._rng.randrange(self.shape.dp_size))
         now = asyncio.get_running_loop().time()
         self._up_time = max(self._up_time, now + down_s)
         if self._loss is not None and not self._loss.done():
-            self._loss.set_exception(ExecutorLost("it died"))
+            self._loss.set_exception(error or ExecutorLost("it died"))
             self._loss.exception()
             self.num_losses += 1
             lost = frozenset[LiveSequence]().union(*(step.ran for step in self._pending))
@@ -161,6 +162,7 @@ class FakeExecutors:
         self._pending.clear()
         self._device_time = 0.0
         self._loss = asyncio.get_running_loop().create_future()
+        self._border = asyncio.get_running_loop().create_future()
         self._restart_dead()
         model = ServedModel(
             name="fake",
@@ -248,12 +250,28 @@ class FakeExecutors:
     def members(self) -> list[pb.MemberStatus]:
         return []
 
+    @property
+    def wants_border(self) -> bool:
+        return self._border is not None and self._border.done()
+
+    def may_try_suspects(self) -> bool:
+        return True
+
     async def news(self) -> None:
         await asyncio.Event().wait()
 
     async def lost(self) -> None:
         assert self._loss is not None
-        await asyncio.shield(self._loss)
+        assert self._border is not None
+        ends = self._loss, self._border
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        next(end for end in ends if end.done()).result()
+
+    def end_at_border(self) -> None:
+        """Ends the epoch as soon as no step runs."""
+        if self._border is not None and not self._border.done():
+            self._border.set_exception(GroupGrows("it grows"))
+            self._border.exception()
 
     async def close(self) -> None:
         pass

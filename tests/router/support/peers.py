@@ -5,7 +5,7 @@ import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import numpy as np
@@ -15,6 +15,7 @@ from protos.executor.step_checksums import agreement_crc32, part_crc32
 from protos.executor.v1 import executor_pb2 as pb
 from protos.transport.errors import RpcError, abort_on_error
 from router.executors.discovery import find_addresses
+from router.executors.elastic import Strength
 from router.executors.group import ExecutorGroup, GroupSettings
 from router.scheduling.step import InFlight
 from tests.router.support.fake_engines import listening
@@ -77,9 +78,13 @@ class Peer:
         attended: Beats of routers.
         may_beat: Holds its own back while it is not set.
         waits: Whether it says that it waits for its peers.
+        placements: What Joins said of its place.
+        staged: What Stage was called with.
+        resident: [num_slots] experts that it holds; -1: none.
 
     Args:
         has_beats: Whether there is a method Attend.
+        num_slots: For experts, of which there are so many; 0: it is not elastic.
     """
 
     def __init__(
@@ -90,7 +95,11 @@ class Peer:
         attn_tp_size: int,
         *,
         has_beats: bool = True,
+        num_slots: int = 0,
     ) -> None:
+        self.placements: list[pb.Placement] = []
+        self.staged: list[pb.Placement] = []
+        self.resident = [-1] * num_slots
         self.attended: list[pb.AttendRequest] = []
         self.may_beat = asyncio.Event()
         self.may_beat.set()
@@ -108,7 +117,7 @@ class Peer:
         self.on_describe: Callable[[], Awaitable[object]] = nothing
         self.on_join: Callable[[], Awaitable[object]] = nothing
         self.instance_id = "first"
-        self._kv_ids = (f"kv {number} of {self.place}" for number in itertools.count())
+        self._kv_ids = (f"kv {number} of {id(self)}" for number in itertools.count())
         self.kv_id = next(self._kv_ids)
         self.shift = (0, 0)
         self.num_streams = 0
@@ -138,6 +147,11 @@ class Peer:
             kv_id=self.kv_id,
             epoch=self.newest,
         )
+        if self.resident:
+            described.capability.min_dp_size, described.capability.max_dp_size = 1, 8
+            described.capability.max_expert_slots = len(self.resident)
+            described.model.num_experts = len(self.resident)
+            described.resident_experts = np.array(self.resident, "<i4").tobytes()
         self.describes(described)
         return described
 
@@ -152,10 +166,27 @@ class Peer:
             self.advance(request.epoch, least=self.newest)
             self.joined.append(request.epoch)
             self.store_address = request.store_address
+            if self.resident:
+                self._take_place(request.placement)
             if self.kv_id and self.kv_id != request.kv_id:
                 self.kv_id = next(self._kv_ids)
             await self.on_join()
         return pb.JoinResponse(instance_id=self.instance_id, kv_id=self.kv_id)
+
+    def _take_place(self, placement: pb.Placement) -> None:
+        self.placements.append(placement)
+        self.place = placement.coordinates.dp_rank, placement.coordinates.attn_tp_rank
+        self._load(placement)
+
+    def _load(self, placement: pb.Placement) -> None:
+        rank, num_slots = placement.coordinates.ep_rank, placement.expert_slots
+        experts = np.frombuffer(placement.expert_of_slot, "<i4").reshape(-1, num_slots)
+        self.resident[:num_slots] = experts[rank].tolist()
+
+    async def stage(self, request: pb.StageRequest, context: Any) -> AsyncIterator[Any]:
+        self.staged.append(request.placement)
+        self._load(request.placement)
+        yield pb.StageResponse(bytes_done=1, bytes_total=1)
 
     def advance(self, epoch: int, *, least: int) -> None:
         """Takes note of an epoch, from wherever it comes."""
@@ -242,6 +273,12 @@ class Peer:
         handlers["Step"] = grpc.stream_stream_rpc_method_handler(
             self.step, response_serializer=partial(self._serialise, "Step")
         )
+        if self.resident:
+            handlers["Stage"] = grpc.unary_stream_rpc_method_handler(
+                self.stage,
+                request_deserializer=pb.StageRequest.FromString,
+                response_serializer=partial(self._serialise, "Stage"),
+            )
         if self._has_beats:
             handlers["Attend"] = grpc.stream_stream_rpc_method_handler(
                 self.attend,
@@ -280,6 +317,51 @@ async def run_group(
         group = group_of(addresses[::-1], settings)
         stack.push_async_callback(group.close)
         yield group, peers
+
+
+NUM_EXPERTS = 8
+
+
+class ElasticPeers:
+    """Peers that take any place, behind real ports, and the group of them.
+
+    Attributes:
+        group: It.
+        peers: By address.
+    """
+
+    def __init__(self, strength: Strength, settings: GroupSettings) -> None:
+        self._stack = AsyncExitStack()
+        self._servers: dict[str, AsyncExitStack] = {}
+        self.peers: dict[str, Peer] = {}
+        self.group = ExecutorGroup(self._addresses, settings, strength=strength)
+
+    async def _addresses(self) -> list[str]:
+        return list(self.peers)
+
+    async def start(self) -> str:
+        """Starts another one. Returns its address."""
+        peer = Peer(0, 0, 0, 1, num_slots=NUM_EXPERTS)
+        peer.instance_id = f"instance {len(self._servers)}"
+        server = AsyncExitStack()
+        address = await server.enter_async_context(listening(peer.add_to))
+        self._stack.push_async_callback(server.aclose)
+        self._servers[address], self.peers[address] = server, peer
+        return address
+
+    async def stop(self, address: str) -> None:
+        """Ends one for good. Its address stays known."""
+        await self._servers[address].aclose()
+
+    def at(self, address: str) -> Peer:
+        return self.peers[address]
+
+    async def __aenter__(self) -> Self:
+        self._stack.push_async_callback(self.group.close)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
 
 
 @asynccontextmanager

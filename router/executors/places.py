@@ -1,0 +1,66 @@
+"""Places in elastic groups: what executors say of themselves, and what Join and Stage tell them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from protos.executor.v1 import executor_pb2 as pb
+from router.errors import GroupMismatch
+from router.executors.elastic import Candidate, Formation
+from router.executors.formation import Member
+
+
+def candidate_of(member: Member) -> Candidate:
+    """Returns an executor as the policy sees it.
+
+    Raises:
+        GroupMismatch: It is not elastic.
+    """
+    told = member.description
+    if not told.HasField("capability"):
+        raise GroupMismatch(
+            f"{member} is not elastic, and its group has min=: start it with --min-dp-size and "
+            f"--max-dp-size, or leave min= out"
+        )
+    return Candidate(
+        address=member.address,
+        instance_id=told.instance_id,
+        attn_tp_rank=told.coordinates.attn_tp_rank,
+        attn_tp_size=told.coordinates.attn_tp_size,
+        dp_sizes=range(told.capability.min_dp_size, told.capability.max_dp_size + 1),
+        num_experts=told.model.num_experts,
+        max_slots=told.capability.max_expert_slots,
+        held=tuple(np.frombuffer(told.resident_experts, "<i4").tolist()),
+        expert_bytes=told.model.bytes_per_expert,
+    )
+
+
+def placement_of(formation: Formation, member: Candidate) -> pb.Placement:
+    """Returns what a member of a formation is told."""
+    rank, num_members = formation.members.index(member), len(formation.members)
+    dp_rank, attn_tp_rank = divmod(rank, member.attn_tp_size)
+    return pb.Placement(
+        coordinates=pb.Coordinates(
+            dp_rank=dp_rank,
+            dp_size=len(formation.teams),
+            attn_tp_rank=attn_tp_rank,
+            attn_tp_size=member.attn_tp_size,
+            ep_rank=rank,
+            ep_size=num_members,
+        ),
+        expert_slots=len(formation.slots[0]),
+        expert_of_slot=np.array(formation.slots, dtype="<i4").tobytes(),
+    )
+
+
+def placed(formation: Formation, members: Sequence[Member]) -> list[Member]:
+    """Returns a formation's members, each described with its place, in the order of ranks."""
+    by_address = {member.address: member for member in members}
+    result = []
+    for candidate in formation.members:
+        placement = placement_of(formation, candidate)
+        description = pb.DescribeResponse()
+        description.CopyFrom(by_address[candidate.address].description)
+        description.coordinates.CopyFrom(placement.coordinates)
+        result.append(Member(candidate.address, description, placement))
+    return result

@@ -1,0 +1,132 @@
+"""Spares of an elastic group while it serves: who they are, what they load, and when it grows by them."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+import grpc
+import structlog
+
+from protos.executor.v1 import executor_pb2 as pb
+from protos.transport.error_details import error_details
+from router.errors import GroupMismatch
+from router.executors.elastic import (
+    Candidate,
+    ElasticPolicy,
+    Formation,
+    Review,
+    SpareState,
+)
+from router.executors.formation import Member
+from router.executors.places import candidate_of, placement_of
+
+log = structlog.stdlib.get_logger(__name__)
+
+REVIEW_S = 1.0  # between looks at who is there
+REVIEWS = 4  # at least, in the time for which an executor has to be there
+STAGE_RETRY_S = 10.0  # until an executor that could not load is asked again
+
+Stage = Callable[
+    [str, pb.StageRequest], grpc.aio.UnaryStreamCall[pb.StageRequest, pb.StageResponse]
+]
+
+
+class Spares:
+    """Executors of a group's that are not in it.
+
+    Args:
+        policy: Chooses.
+        grow_after_s: Its setting.
+        describe: Returns those that answer.
+        stage: Calls Stage of one, by address.
+        on_grow: Called when the group should form anew, with them.
+
+    Attributes:
+        states: By address, of those that answered last.
+    """
+
+    def __init__(
+        self,
+        policy: ElasticPolicy,
+        grow_after_s: float,
+        *,
+        describe: Callable[[], Awaitable[Sequence[Member]]],
+        stage: Stage,
+        on_grow: Callable[[], None],
+    ) -> None:
+        self._policy = policy
+        self._period_s = min(REVIEW_S, grow_after_s / REVIEWS)
+        self._describe = describe
+        self._stage = stage
+        self._on_grow = on_grow
+        self._clock = asyncio.get_running_loop().time
+        self._watching: asyncio.Task[None] | None = None
+        self._staging: dict[str, asyncio.Task[None]] = {}
+        self._is_news = asyncio.Event()
+        self.states: dict[str, SpareState] = {}
+
+    def watch(self) -> None:
+        """Looks after them until `stop`."""
+        self._watching = asyncio.create_task(self._watch(), name="watch spares")
+
+    def note_news(self) -> None:
+        """Has them looked at soon: one is there that was not."""
+        self._is_news.set()
+
+    def stop(self) -> None:
+        """Looks after them no more. What they load is cut off, and what they have loaded stays."""
+        for task in (self._watching, *self._staging.values()):
+            if task is not None:
+                task.cancel()
+        self._watching = None
+        self._staging.clear()
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                await self._look()
+            except GroupMismatch as error:
+                log.warning("spares_do_not_fit", problem=str(error))
+            except Exception:
+                log.exception("spares_not_watched")
+            self._is_news.clear()
+            try:
+                await asyncio.wait_for(self._is_news.wait(), self._period_s)
+            except TimeoutError:
+                continue
+            await asyncio.sleep(self._period_s / REVIEWS)  # others may come with it
+
+    async def _look(self) -> None:
+        spares = [candidate_of(member) for member in await self._describe()]
+        review = self._policy.review(self._clock(), spares)
+        self._note_states(review)
+        for spare, formation in review.stages:
+            task = self._staging.get(spare.address)
+            if task is None or task.done():
+                self._staging[spare.address] = asyncio.create_task(
+                    self._load(spare, formation), name=f"stage {spare.address}"
+                )
+        if review.grows:
+            self._on_grow()
+
+    def _note_states(self, review: Review) -> None:
+        for address, state in review.states.items():
+            if self.states.get(address) is not state:
+                log.info("spare", executor=address, state=state.value)
+        self.states = dict(review.states)
+
+    async def _load(self, spare: Candidate, formation: Formation) -> None:
+        """Has a spare load its experts of a formation; waits for a while if it cannot."""
+        total = 0
+        try:
+            request = pb.StageRequest(placement=placement_of(formation, spare))
+            async for progress in self._stage(spare.address, request):
+                total = progress.bytes_total
+        except grpc.aio.AioRpcError as error:
+            reason = error_details(error).reason or error.code().name
+            log.warning(
+                "spare_not_staged", executor=spare.address, reason=reason, problem=error.details()
+            )
+            await asyncio.sleep(STAGE_RETRY_S)
+        else:
+            log.info("spare_staged", executor=spare.address, bytes=total)
+            self.note_news()

@@ -1,0 +1,154 @@
+"""An elastic group must go on with whom it has: an executor that stays away must not stop it."""
+
+import asyncio
+from collections.abc import Callable
+
+import grpc
+import numpy as np
+import pytest
+
+from router.errors import ExecutorLost, GroupGrows, GroupMismatch
+from router.executors.elastic import SpareState, Strength
+from router.executors.group import GroupSettings
+from tests.router.support.peers import ElasticPeers, Peer, error_of, run_step
+
+PATIENT = GroupSettings(step_timeout_s=120, min_step_deadline_s=120, silent_after_ms=0)
+EAGER = GroupSettings(
+    step_timeout_s=120, min_step_deadline_s=120, silent_after_ms=450, grow_after_s=0.05
+)
+
+
+LoadFailed = error_of(grpc.StatusCode.UNAVAILABLE, "LOAD_FAILED")
+
+
+async def fail_to_load() -> None:
+    raise LoadFailed("the checkpoint is gone")
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def experts_of(peer: Peer) -> list[int]:
+    placement = peer.placements[-1]
+    rows = np.frombuffer(placement.expert_of_slot, "<i4").reshape(-1, placement.expert_slots)
+    return rows[placement.coordinates.ep_rank].tolist()
+
+
+async def test_members_are_told_their_places_and_the_rest_are_left_alone() -> None:
+    async with ElasticPeers(Strength(2, 1), PATIENT) as world:
+        first, second, third = [await world.start() for _ in range(3)]
+        info = await world.group.form()
+        assert (info.shape.dp_size, info.addresses) == (2, (first, second))
+        assert await run_step(world.group, 2) == [[0], [10]]
+        places = [world.at(address).placements[0].coordinates for address in (first, second)]
+        assert [(p.dp_rank, p.dp_size, p.ep_rank, p.ep_size) for p in places] == [
+            (0, 2, 0, 2),
+            (1, 2, 1, 2),
+        ]
+        assert [experts_of(world.at(a)) for a in (first, second)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert world.at(third).joined == []
+
+
+async def test_a_spare_takes_the_place_of_a_lost_executor_and_who_stays_keeps_its_kv() -> None:
+    async with ElasticPeers(Strength(2, 1), PATIENT) as world:
+        first, second, third = [await world.start() for _ in range(3)]
+        before = await world.group.form()
+        await world.stop(first)
+        after = await world.group.form()
+        assert after.addresses == (second, third)
+        assert after.kv_ids[0] == before.kv_ids[1]
+        assert after.kv_ids[1] not in before.kv_ids
+        assert experts_of(world.at(second)) == [4, 5, 6, 7]
+        assert await run_step(world.group, 2) == [[0], [10]]
+        assert world.group.changes == {"first": 1, "replace": 1}
+
+
+async def test_without_a_spare_the_others_go_on_down_to_the_least() -> None:
+    async with ElasticPeers(Strength(3, 2), PATIENT) as world:
+        first, second, third = [await world.start() for _ in range(3)]
+        before = await world.group.form()
+        await world.stop(second)
+        after = await world.group.form()
+        assert after.addresses == (first, third)
+        assert after.kv_ids == (before.kv_ids[0], before.kv_ids[2])
+        assert sorted(experts_of(world.at(first)) + experts_of(world.at(third))) == [*range(8)]
+        assert await run_step(world.group, 2) == [[0], [10]]
+        await world.stop(third)
+        with pytest.raises(
+            ExecutorLost, match=r"1 of the group's executors answer, and it takes 2"
+        ):
+            await world.group.form()
+
+
+async def test_a_group_grows_at_a_border_by_who_has_been_there_and_has_loaded_its_experts() -> None:
+    async with ElasticPeers(Strength(2, 1), EAGER) as world:
+        first, second = [await world.start() for _ in range(2)]
+        await world.group.form()
+        await world.stop(second)
+        with pytest.raises(ExecutorLost):
+            await world.group.lost()
+        await world.group.form()
+        assert not world.group.wants_border
+
+        third = await world.start()
+        with pytest.raises(GroupGrows):
+            await world.group.lost()
+        assert world.group.wants_border
+        assert len(world.at(third).staged) == 1
+        held = world.at(third).resident[:4]
+        assert (await world.group.form()).addresses == (first, third)
+        assert experts_of(world.at(third)) == held, "nothing was left to load"
+        assert not world.group.wants_border
+
+
+async def test_spares_are_staged_while_the_group_serves_and_are_counted() -> None:
+    async with ElasticPeers(Strength(1, 1), EAGER) as world:
+        await world.start()
+        spare = await world.start()
+        await world.group.form()
+        await until(lambda: world.group.spares() == {spare: SpareState.STAGED})
+        assert world.group.may_try_suspects()
+        assert world.at(spare).resident == list(range(8))
+        await world.stop(spare)
+        await until(lambda: world.group.spares() == {})
+
+
+async def test_a_silent_spare_does_not_end_the_epoch_and_a_silent_member_does() -> None:
+    async with ElasticPeers(Strength(1, 1), EAGER) as world:
+        member, spare = [await world.start() for _ in range(2)]
+        await world.group.form()
+        await until(lambda: world.group.spares() != {})
+        world.at(spare).may_beat.clear()
+        await until(lambda: world.group.suspicions["lost"] == 1)
+        assert await run_step(world.group, 1) == [[0]]
+        world.at(spare).may_beat.set()
+        await until(lambda: world.group.suspicions["false"] == 1)
+        world.at(member).may_beat.clear()
+        with pytest.raises(ExecutorLost, match="is silent"):
+            await world.group.lost()
+        assert (await world.group.form()).addresses == (spare,)
+
+
+async def test_an_executor_that_cannot_load_its_experts_is_left_out_next_time() -> None:
+    async with ElasticPeers(Strength(2, 1), PATIENT) as world:
+        first, second, third = [await world.start() for _ in range(3)]
+        await world.group.form()
+        world.at(third).on_join = fail_to_load
+        await world.stop(second)
+        with pytest.raises(ExecutorLost, match="LOAD_FAILED"):
+            await world.group.form()
+        assert (await world.group.form()).addresses == (first,)
+
+
+async def test_an_executor_with_a_place_of_its_own_is_refused_by_name() -> None:
+    async with ElasticPeers(Strength(1, 1), PATIENT) as world:
+        address = await world.start()
+        world.at(address).describes = lambda told: (
+            told.ClearField("capability"),
+            told.ClearField("resident_experts"),
+            setattr(told.coordinates, "dp_size", 1),
+        )
+        with pytest.raises(GroupMismatch, match=rf"{address}.*is not elastic"):
+            await world.group.form()
