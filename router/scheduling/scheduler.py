@@ -564,9 +564,8 @@ class Scheduler:
     def _end(self, sequence: Sequence) -> None:
         """Lets go of a bound sequence whose finish_reason or error was just set."""
         row = sequence.row
-        self._blocks.leave(row)
+        self._blocks.leave(sequence)
         self._gaps.leave(row)
-        self.table.detach(sequence)
         if self.table.status[row] != RowStatus.PREEMPTED:
             self._line.end(sequence)
             self._leaving.append(row)

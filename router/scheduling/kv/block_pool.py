@@ -115,7 +115,6 @@ class BlockPool:
 
     def keep(self, block_ids: BlockIds) -> None:
         """Makes used blocks go to the cache, not to the free ones, when they are released."""
-        assert self._ref_counts[block_ids].all()
         self._is_kept[block_ids] = True
 
     def give_up(self, is_void: Mask) -> BlockIds:
@@ -138,13 +137,15 @@ class BlockPool:
         The last of the list becomes the first to be evicted: without its predecessors a block
         of a prefix is worth nothing, without its successors it is worth all the same.
         """
-        counts = self._ref_counts[block_ids] - 1
-        assert counts.min(initial=0) >= 0
+        counts = self._ref_counts.take(block_ids) - 1
         self._ref_counts[block_ids] = counts
-        unused = block_ids[counts == 0]
-        is_kept = self._is_kept[unused]
-        self._free_up(unused[~is_kept])
-        self._line_up(unused[is_kept][::-1])
+        if np.count_nonzero(counts):
+            block_ids = block_ids[counts == 0]
+        is_kept = self._is_kept.take(block_ids)
+        cached = block_ids[is_kept]
+        if len(cached) < len(block_ids):
+            self._free_up(block_ids[~is_kept])
+        self._line_up(cached[::-1])
 
     def release_each(self, block_ids: BlockIds) -> None:
         """Drops a reference for each entry: a block that several share may be there several times."""

@@ -19,7 +19,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from router.requests.request import Int32Array
+from router.requests.request import Int32Array, Sequence
 from router.scheduling.columns import Mask, Rows, offsets, spread
 from router.scheduling.kv.block_log import BlockRun
 from router.scheduling.kv.block_pool import BlockIds, BlockPools
@@ -302,18 +302,26 @@ class RowBlocks:
         if self._table.has_windows:
             self._name_windows(row, hashes, 0, end)
 
-    def leave(self, row: int) -> None:
-        """Lets others find the full blocks of a row whose sequence ends; they need no names for it."""
-        table = self._table
-        sequence, cache = table.bound(row), self._caches[table.rank_of(row)]
-        num_known = int(min(table.num_tokens[row], table.num_computed[row]))
-        size, hashes = table.block_size, sequence.block_hashes
+    def leave(self, sequence: Sequence) -> None:
+        """Lets others find the full blocks of a row whose sequence ends; they need no names for it.
+
+        The sequence gives up its row's tokens.
+        """
+        table, row = self._table, sequence.row
+        cache, hashes, size = (
+            self._caches[sequence.dp_rank],
+            sequence.block_hashes,
+            table.block_size,
+        )
+        num_known = min(int(table.num_tokens[row]), int(table.num_computed[row]))
         first, end = int(table.num_named_blocks[row]), num_known // size
         if cache.log is not None or table.has_windows or len(hashes) >= end:
             self.name(row)
-        elif first < end:
+            first = end
+        table.detach(sequence)
+        if first < end:
             parent = hashes[first - 1] if first else sequence.request.cache_salt
-            tokens = table.tokens.of(row)[first * size : end * size].reshape(-1, size).copy()
+            tokens = sequence.tokens[first * size : end * size].reshape(-1, size).copy()
             cache.leave(Tail(parent, tokens, table.block_table[row, first:end].copy()))
             table.num_named_blocks[row] = end
 

@@ -77,8 +77,7 @@ class Tails:
     def add(self, tail: Tail) -> Tail | None:
         """Adds a tail. If one begins alike, takes that out instead and returns what it still has."""
         key, count = tail.key, len(tail.block_ids)
-        other = self.pop(key)
-        if other is not None:
+        if key in self.by_key and (other := self.pop(key)) is not None:
             return other
         self._last_number += 1
         self.by_key[key] = self._last_number, tail
