@@ -9,7 +9,7 @@ class GroupCaches:
 
     An epoch's end leaves in them what `salvage` let keep its name. What has become of that is known
     when the group forms again: ranks whose `kv_id` is one of the epoch before have that one's KV, and
-    others have none.
+    others have none. Of a rank that does not say, nobody knows.
 
     Args:
         are_logged: Whether somebody may ask what they hold.
@@ -34,7 +34,7 @@ class GroupCaches:
         layout, self._layout = self._layout, (info.shape.block_size, info.shape.kv_window)
         if layout != self._layout:
             old.clear()
-        kept = {kv_id: cache for kv_id, cache in old if info.kv_ids.count(kv_id) == 1}
+        kept = {kv_id: cache for kv_id, cache in old if kv_id and info.kv_ids.count(kv_id) == 1}
         caches = PrefixCache.of_group(info.shape, is_logged=self._are_logged)
         for rank, kv_id in enumerate(info.kv_ids):
             cache = kept.get(kv_id)

@@ -78,11 +78,16 @@ def test_subscribers_are_told_what_is_gone_and_nothing_else(caches: GroupCaches)
 
 def test_nothing_is_there_where_no_executor_says_which_kv_it_has_or_after_a_drop() -> None:
     caches = GroupCaches(are_logged=False)
-    for info in (formed("", ""), formed("a", "b")):
+    for info, names in (
+        (formed(""), [[]]),
+        (formed("", ""), [[], []]),
+        (formed("", "b"), [[], [b"x"]]),
+    ):
         for cache in caches.begin_epoch(info):
             name_a_block(cache, b"x")
+        assert names_of(caches.begin_epoch(info)) == names
         caches.drop()
-        assert names_of(caches.begin_epoch(info)) == [[], []]
+        assert not any(names_of(caches.begin_epoch(info)))
 
 
 def test_hits_are_counted_by_epoch(caches: GroupCaches) -> None:
