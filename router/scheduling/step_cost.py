@@ -132,7 +132,7 @@ class StepCost:
         products = self._products + rest * self._used
         parts = np.arange(len(PARTS))
         found = np.linalg.solve(squares, products)
-        while found.min() < LEAST:
+        while len(parts) and found.min() < LEAST:
             parts = np.delete(parts, (found * np.sqrt(squares.diagonal()[parts])).argmin())
             found = np.linalg.solve(squares[np.ix_(parts, parts)], products[parts])
         self._used[:] = LEAST

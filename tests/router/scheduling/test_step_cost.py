@@ -170,3 +170,13 @@ def test_a_speculative_step_is_priced_by_what_its_rows_would_take_without_drafts
     learn(costs.plain, rng, 600)
     assert costs.add(drafted, (answer,)) == pytest.approx(3, rel=0.05)
     assert costs.add(plain, (answer,)) is None
+
+
+@pytest.mark.parametrize("shortest_s", [1e-9, 4e-5])
+@pytest.mark.parametrize("longest_s", [1e-9, 1.0, 2.0**44 * 1e-9])
+def test_times_that_no_step_takes_are_learnt_from_too(shortest_s: float, longest_s: float) -> None:
+    """An executor may report any, of steps that are all alike or not."""
+    rng, cost = random.Random(1), StepCost()
+    for plan in [*steps(rng, 300), *300 * [step([1], [0], None)]]:
+        cost.add(plan, rng.choice([shortest_s, longest_s]))
+        assert 0 < cost.predict(plan) < 1e9
