@@ -12,17 +12,17 @@
 
 A call that meets UNAVAILABLE before its first answer is sent again by gRPC, up to 4 times in
 about 2 seconds: a router that drains refuses in this way. One whose router dies goes on from the tokens
-that came, here or at another router, and its caller sees a pause (`resume.py`). Nothing else is sent
-again: a timeout has no time left, what was rejected stays wrong, and an overloaded router asks for a
-pause (`Overloaded.retry_delay_s`) that only the caller can place. `many` does the same for each
-request on its stream.
+that came, here or at another router, and its caller sees a pause (`resume.py`); an answer without a
+stream is asked for again. Nothing else is sent again: a timeout has no time left, what was rejected
+stays wrong, and an overloaded router asks for a pause (`Overloaded.retry_delay_s`) that only the caller
+can place. `many` does the same for each request on its stream.
 """
 
 import asyncio
 import json
 import re
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any, Self, Unpack
@@ -47,10 +47,9 @@ from router.client.messages import (
     Prompt,
     failure_of_call,
     to_chat,
-    to_delta,
     to_request,
 )
-from router.client.resume import METADATA, Attempts, Resumption, first_message, no_end
+from router.client.resume import METADATA, Attempts, Resumption, no_end, with_patience
 
 Credentials = grpc.ChannelCredentials | TlsFiles | None
 
@@ -92,7 +91,6 @@ _CHANNEL_OPTIONS = [
     ("grpc.http2.ping_timeout_ms", 3_000),  # of pings that measure the way, in place of those
     ("grpc.http2.max_pings_without_data", 0),  # any number: a call that reads sends nothing
 ]
-_ANSWER_GRACE_S = 1.0  # the router ends a request on time; this is for one that does not answer
 
 
 class Client:
@@ -199,7 +197,7 @@ class Client:
             CallFailed: The request failed.
         """
         attempts = self._attempts(prompt, options)
-        async with aclosing(self._generate(attempts)) as deltas:
+        async with aclosing(self._deltas(attempts, self._stream)) as deltas:
             async for delta in deltas:
                 yield delta
 
@@ -209,11 +207,13 @@ class Client:
             request.request_id = uuid.uuid4().hex
         return Attempts(request, options.get("timeout_s"), self._resumption)
 
-    async def _generate(self, attempts: Attempts) -> AsyncGenerator[Delta, None]:
+    async def _deltas(
+        self, attempts: Attempts, call: Callable[[Attempts], AsyncGenerator[Delta, None]]
+    ) -> AsyncGenerator[Delta, None]:
         """Yields what comes of a request, over as many calls as it takes."""
         while True:
             try:
-                async with aclosing(self._call(attempts)) as deltas:
+                async with aclosing(call(attempts)) as deltas:
                     async for delta in deltas:
                         yield delta
                 failure: CallFailed = no_end()
@@ -223,25 +223,39 @@ class Client:
                 return
             await asyncio.sleep(attempts.pause_after(failure))
 
-    async def _call(self, attempts: Attempts) -> AsyncGenerator[Delta, None]:
-        """Yields what comes of one call."""
-        timeout_s, patience_s = attempts.timeout_s, attempts.patience_s
+    async def _stream(self, attempts: Attempts) -> AsyncGenerator[Delta, None]:
+        """Yields what comes of one call of Generate."""
         with self._calling():
-            call = self._lane().call(
-                "Generate",
-                attempts.next_request(),
-                timeout=None if timeout_s is None else timeout_s + _ANSWER_GRACE_S,
-                metadata=METADATA if attempts.num_resumes else None,
-                wait_for_ready=patience_s is not None,
-            )
+            call, is_there = self._open("Generate", attempts)
             try:
-                message = await first_message(call, patience_s)
+                message = await with_patience(call.read(), attempts.patience_s, is_there)
                 while message is not grpc.aio.EOF:
                     if (delta := attempts.take(message)) is not None:
                         yield delta
                     message = await call.read()
             finally:
                 call.cancel()
+
+    async def _ask(self, attempts: Attempts) -> AsyncGenerator[Delta, None]:
+        """Yields what comes of one call of Complete."""
+        with self._calling():
+            call, is_there = self._open("Complete", attempts)
+            answer = await with_patience(call, attempts.patience_s, is_there)
+        for message in answer.continuations:
+            if (delta := attempts.take(message)) is not None:
+                yield delta
+
+    def _open(self, method: str, attempts: Attempts) -> tuple[Any, Callable[[], bool]]:
+        """Opens the next call of a request. Returns it, and what says whether a router is there."""
+        lane = self._lane()
+        call = lane.call(
+            method,
+            attempts.next_request(),
+            timeout=attempts.call_timeout_s,
+            metadata=METADATA if attempts.num_resumes else None,
+            wait_for_ready=attempts.patience_s is not None,
+        )
+        return call, lane.is_connected
 
     async def complete(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """Returns one whole continuation. Cancelling the task cancels the request.
@@ -258,10 +272,18 @@ class Client:
         Raises:
             CallFailed: The request failed.
         """
+        return await self._collect(prompt, options, self._stream)
+
+    async def _collect(
+        self,
+        prompt: Prompt,
+        options: Options,
+        call: Callable[[Attempts], AsyncGenerator[Delta, None]],
+    ) -> list[Completion]:
         collector = Collector(options.get("n") or 1)
         attempts = self._attempts(prompt, options)
         try:
-            async with aclosing(self._generate(attempts)) as deltas:
+            async with aclosing(self._deltas(attempts, call)) as deltas:
                 async for delta in deltas:
                     collector.add(delta)
         except Interrupted as error:
@@ -272,24 +294,22 @@ class Client:
     async def complete_unary(self, prompt: Prompt, **options: Unpack[Options]) -> list[Completion]:
         """Returns all `n` continuations, by index, from one answer instead of a stream.
 
-        For proxies that know no streams. Nothing comes before the end, `first_token_s` included.
+        For proxies that know no streams. Nothing comes before the end, `first_token_s` included. So a
+        request whose router dies starts over, with the same seed.
 
         Raises:
             CallFailed: The request failed.
         """
-        collector = Collector(options.get("n") or 1)
-        request = to_request(prompt, options)
-        with self._calling():
-            answer = await self._lane().call("Complete", request, timeout=_call_timeout_s(options))
-        for message in answer.continuations:
-            collector.add(to_delta(message))
-        return collector.completions()
+        return await self._collect(prompt, options, self._ask)
 
     def many(self) -> Many:
         """Returns a stream for many requests, to be opened by `async with`."""
-        return Many(
-            lambda **options: self._lane().call("GenerateMany", **options), self._resumption
-        )
+
+        def open_call(**options: Any) -> tuple[Any, Callable[[], bool]]:
+            lane = self._lane()
+            return lane.call("GenerateMany", **options), lane.is_connected
+
+        return Many(open_call, self._resumption)
 
     async def tokenize(self, prompt: str | Chat) -> list[int]:
         """Returns the tokens of a prompt, of any number.
@@ -373,11 +393,6 @@ class Client:
         return status.value == SERVING
 
 
-def _call_timeout_s(options: Options) -> float | None:
-    timeout_s = options.get("timeout_s")
-    return None if timeout_s is None else timeout_s + _ANSWER_GRACE_S
-
-
 def _encodable(prompt: str | Chat) -> dict[str, Any]:
     return {"text": prompt} if isinstance(prompt, str) else {"chat": to_chat(prompt)}
 
@@ -386,8 +401,13 @@ class _Lane:
     """A channel with a connection of its own to each address, and its calls."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._channel = channel
         self._stub = serving_pb2_grpc.GenerationServiceStub(channel)
         self.num_calls = 0
+
+    def is_connected(self) -> bool:
+        """Whether a router is there that takes calls."""
+        return self._channel.get_state() is grpc.ChannelConnectivity.READY
 
     def call(self, method: str, *message: Any, **options: Any) -> Any:
         call = getattr(self._stub, method)(*message, **options)

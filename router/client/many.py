@@ -4,9 +4,10 @@ import asyncio
 import itertools
 import struct
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Self, Unpack
+from functools import partial
+from typing import Any, Self, Unpack
 
 import grpc
 
@@ -20,12 +21,13 @@ from router.client.messages import (
     Interrupted,
     Options,
     Prompt,
+    TimedOut,
     Unavailable,
     failure_of_call,
     failure_of_tag,
     to_request,
 )
-from router.client.resume import Attempts, Resumption, broke_off, first_message
+from router.client.resume import Attempts, Resumption, broke_off, with_patience
 
 Call = grpc.aio.StreamStreamCall[serving_pb2.GenerateManyRequest, serving_pb2.GenerateManyResponse]
 Taken = serving_pb2.GenerateResponse | list[int]  # a response, or tokens of a column
@@ -45,11 +47,13 @@ class Many:
     Leaving the block waits for what still runs; an exception cancels it.
 
     Args:
-        open_call: Opens a stream, with gRPC's options.
+        open_call: Opens a stream, with gRPC's options. Returns it, and what says whether a router is there.
         resumption: Of the client.
     """
 
-    def __init__(self, open_call: Callable[..., Call], resumption: Resumption) -> None:
+    def __init__(
+        self, open_call: Callable[..., tuple[Call, Callable[[], bool]]], resumption: Resumption
+    ) -> None:
         self._open_call = open_call
         self._resumption = resumption
         self._tags = itertools.count()
@@ -148,11 +152,15 @@ class Many:
         try:
             running = self._start(attempts, take)
             try:
-                await running.ended
+                async with asyncio.timeout(attempts.call_timeout_s):
+                    await running.ended
             finally:
                 running.stop()
         except CallFailed as error:
             return error
+        except TimeoutError:
+            problem = "the request had not ended in time, and no router said so"
+            return TimedOut(grpc.StatusCode.DEADLINE_EXCEEDED, problem, ErrorDetails())
         return None
 
     def _start(self, attempts: Attempts, take: Callable[[Taken], None]) -> "_Running":
@@ -161,8 +169,9 @@ class Many:
             for stream in self._streams:
                 stream.half_close_if_idle()  # what runs on the others may end there
             patience_s = attempts.patience_s
-            call = self._open_call(wait_for_ready=patience_s is not None)
-            self._streams.append(_Stream(call, patience_s))
+            call, is_there = self._open_call(wait_for_ready=patience_s is not None)
+            patient = partial(with_patience, patience_s=patience_s, is_there=is_there)
+            self._streams.append(_Stream(call, patient))
         request = attempts.next_request()
         return self._streams[-1].start(next(self._tags), request, take)
 
@@ -175,19 +184,19 @@ class _Stream:
 
     Args:
         call: As it was opened.
-        patience_s: How long gRPC may look for a router; None: it does not wait for one.
+        patient: Waits for its first message, and raises Unavailable if there is no router.
     """
 
-    def __init__(self, call: Call, patience_s: float | None) -> None:
+    def __init__(self, call: Call, patient: Callable[[Awaitable[Any]], Awaitable[Any]]) -> None:
         self.is_refusing = False
         self._call = call
-        self._patience_s = patience_s
         self._running: dict[int, _Running] = {}
         # One entry per request started or cancelled: its callers wait, so they bound it.
         self._outgoing: asyncio.Queue[serving_pb2.GenerateManyRequest | None] = asyncio.Queue()
         self._failure: CallFailed | None = None
+        self._has_begun = False  # anything came
         self._writing = asyncio.create_task(self._write())
-        self._reading = asyncio.create_task(self._read())
+        self._reading = asyncio.create_task(self._read(patient))
 
     @property
     def has_ended(self) -> bool:
@@ -222,9 +231,10 @@ class _Stream:
             self._outgoing.put_nowait(None)
 
     async def finish(self) -> None:
-        """Returns when all its requests have ended. None may follow."""
+        """Lets its router end it, if there is one, as all its requests have ended. None may follow."""
         self._outgoing.put_nowait(None)
-        await self._reading
+        if self._has_begun:
+            await self._reading
 
     async def close(self) -> None:
         """Ends the call and all requests on it."""
@@ -240,10 +250,11 @@ class _Stream:
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # the stream is over, and _read says why
 
-    async def _read(self) -> None:
+    async def _read(self, patient: Callable[[Awaitable[Any]], Awaitable[Any]]) -> None:
         try:
-            message = await first_message(self._call, self._patience_s)
+            message = await patient(self._call.read())
             while message is not grpc.aio.EOF:
+                self._has_begun = True
                 self._receive(message)
                 message = await self._call.read()
         except Unavailable as error:

@@ -10,9 +10,9 @@ import asyncio
 import random
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import grpc
 
@@ -27,8 +27,12 @@ from router.client.messages import (
     to_delta,
 )
 
+T = TypeVar("T")
+
 METADATA = (("lockstep-resume", "1"),)  # a router whose queue is full reads such calls
-MAX_STALLED = 3  # attempts in a row that a router took and that brought no token
+MAX_STALLED = 5  # attempts in a row that a router took and that brought no token
+MAX_UNANSWERED = 3  # calls that broke off before any router took one; gRPC makes up to five of each
+ANSWER_GRACE_S = 1.0  # the router ends a request on time; this is for one that does not answer
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 MIN_TEMPERATURE = 1e-5  # below it is greedy, and no seed is needed
 RESUME_FIELD = str(serving_pb2.GenerateRequest.RESUME_FIELD_NUMBER)
@@ -76,8 +80,9 @@ class Attempts:
         self._outputs: list[list[int]] = [[] for _ in range(request.n or 1)]
         self._ended: set[int] = set()
         self._begin = serving_pb2.Begin()
-        self._is_taken = self._has_new = False  # by a router; in this attempt
-        self._num_stalled = 0
+        self._was_taken = False  # by some router
+        self._is_taken = self._has_new = False  # in this attempt
+        self._num_stalled = self._num_unanswered = 0
         self._failure: CallFailed | None = None  # the last one that can be resumed
         self._lost_time = 0.0  # of the first one since the last token
         self._num_pauses = 0  # since then
@@ -101,16 +106,16 @@ class Attempts:
         return None if self._deadline is None else max(self._deadline - time.monotonic(), 1e-3)
 
     @property
+    def call_timeout_s(self) -> float | None:
+        """How long its next call may take."""
+        return None if self.timeout_s is None else self.timeout_s + ANSWER_GRACE_S
+
+    @property
     def patience_s(self) -> float | None:
         """Seconds to wait for a router that takes the next attempt; None: gRPC does not wait."""
         if not self.num_resumes or not self._goes_on:
             return None
         return max(self._lost_time + self._resumption.for_s - time.monotonic(), 1e-3)
-
-    @property
-    def _was_taken(self) -> bool:
-        """Whether some router took it."""
-        return self.has_tokens or self._num_stalled > 0
 
     @property
     def _goes_on(self) -> bool:
@@ -145,7 +150,7 @@ class Attempts:
         """Notes what came; None if it is nothing for the caller."""
         if message.HasField("begin"):
             self._begin.CopyFrom(message.begin)
-            self._is_taken = True
+            self._is_taken = self._was_taken = True
             if len(message.ListFields()) <= 2 + bool(message.index):  # its id, and that
                 return None
         delta = to_delta(message)
@@ -163,7 +168,8 @@ class Attempts:
     def _note(self, index: int, token_ids: list[int]) -> None:
         if token_ids:
             self._outputs[index].extend(token_ids)
-            self._is_taken = self._has_new = self._resumption.has_answered = True
+            self._is_taken = self._was_taken = True
+            self._has_new = self._resumption.has_answered = True
 
     def pause_after(self, failure: CallFailed) -> float:
         """Returns seconds to wait before it is sent again.
@@ -174,18 +180,21 @@ class Attempts:
         now = time.monotonic()
         if self._has_new:
             self._num_stalled = self._num_pauses = 0
-        elif self._is_taken:
-            self._num_stalled += 1
+        elif broke_off(failure):
+            self._num_stalled += self._is_taken
+            self._num_unanswered += not (self._was_taken or failure.reason)  # refusals have reasons
         if self._has_new or self._failure is None:
             self._lost_time = now
         if failure.reason == "RESUME_MISMATCH":
             raise Interrupted(failure, self._so_far()) from failure
         if self.num_resumes and failure.field == RESUME_FIELD:  # a router that knows no resumption
             raise self._failure or failure
-        if self._num_stalled >= MAX_STALLED:
+        has_stalled = self._num_stalled >= MAX_STALLED
+        if has_stalled or (self._goes_on and self._num_unanswered >= MAX_UNANSWERED):
+            num_vain = self._num_stalled or self._num_unanswered
             raise Unavailable(
                 failure.code,
-                f"{failure}; it was sent {self.num_resumes + 1} times, of which the last {MAX_STALLED} "
+                f"{failure}; it was sent {self.num_resumes + 1} times, of which the last {num_vain} "
                 f"brought no token: it is not sent again",
                 ErrorDetails(failure.reason, request_id=failure.request_id),
             ) from failure
@@ -211,14 +220,25 @@ class Attempts:
             return None if delay_s is None else delay_s * random.uniform(1.0, 1.5)
         # A router has not noticed that a call broke off.
         is_in_use = failure.reason == "REQUEST_EXISTS" and self.num_resumes > 0
-        is_lost = isinstance(failure, Unavailable)
-        is_lost |= broke_off(failure) and (self.has_tokens or self._num_pauses < MAX_STALLED)
-        if not (is_in_use or is_lost):
+        if not (is_in_use or broke_off(failure)):
             return None
         if not self._num_pauses:
             return 0.0
+        if self._num_stalled > 1:
+            return self._time_apart_s()
         pause_s = min(FIRST_PAUSE_S * 2.0 ** min(self._num_pauses - 1, 9), MAX_PAUSE_S)
         return pause_s * random.uniform(0.8, 1.2)
+
+    def _time_apart_s(self) -> float:
+        """Returns a pause that sets it apart from what was lost with it, ever longer ones.
+
+        One of them may be what takes routers down. All that come back some time before it have a token
+        by then, and go on; it alone has none after several such pauses.
+        """
+        most_s = 2.0 ** (self._num_stalled - 1)
+        if self.timeout_s is not None:
+            most_s = min(most_s, self.timeout_s / 2)
+        return random.uniform(0.0, most_s)
 
     def _so_far(self) -> list[Delta]:
         request_id = self._request.request_id
@@ -242,17 +262,28 @@ def no_end() -> Unavailable:
     return Unavailable(grpc.StatusCode.UNAVAILABLE, problem, ErrorDetails())
 
 
-async def first_message(call: Any, patience_s: float | None) -> Any:
-    """Returns a call's first message, or grpc.aio.EOF.
+async def with_patience(
+    answering: Awaitable[T], patience_s: float | None, is_there: Callable[[], bool]
+) -> T:
+    """Returns what a call that was just opened has first.
+
+    Args:
+        answering: Waits for it.
+        patience_s: How long to look for a router; None: gRPC does not wait for one.
+        is_there: Whether one is. Then it may take its time, as in a long queue.
 
     Raises:
-        Unavailable: Nobody took the call in time.
+        Unavailable: None was there in time.
     """
     if patience_s is None:
-        return await call.read()
+        return await answering
+    answer = asyncio.ensure_future(answering)
     try:
-        async with asyncio.timeout(patience_s):
-            return await call.read()
-    except TimeoutError:
-        problem = f"no router took the request within {patience_s:.3g} s"
-        raise Unavailable(grpc.StatusCode.UNAVAILABLE, problem, ErrorDetails()) from None
+        while not answer.done():
+            await asyncio.wait((answer,), timeout=patience_s)
+            if not (answer.done() or is_there()):
+                problem = f"no router took the request within {patience_s:.3g} s"
+                raise Unavailable(grpc.StatusCode.UNAVAILABLE, problem, ErrorDetails())
+        return answer.result()
+    finally:
+        answer.cancel()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from router.api.text import Tokenizer
-from router.client import client
+from router.client import resume
 from router.executors import group as executor_client
 from tests.router.support.fake_engines import byte_tokenizer
 
@@ -17,7 +17,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever answers, answers in time; a test whose subject is such a limit sets its own."""
     monkeypatch.setattr(executor_client, "DESCRIBE_TIMEOUT_S", LONG_S)
     monkeypatch.setattr(executor_client, "PROBE_TIMEOUT_S", LONG_S)
-    monkeypatch.setattr(client, "_ANSWER_GRACE_S", LONG_S)
+    monkeypatch.setattr(resume, "ANSWER_GRACE_S", LONG_S)
 
 
 @pytest.fixture

@@ -1,14 +1,30 @@
 """If these fail, callers of the library feel that a router died, or that it never answers."""
 
 import asyncio
+import random
+import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any
 
+import grpc
 import pytest
 
+from protos.serving.v1 import serving_pb2 as pb
+from protos.transport.error_details import ErrorDetails
 from router.api.generate import GenerationServicer
-from router.client import CallFailed, Client, Completion, Interrupted, Many, Overloaded, Unavailable
+from router.client import (
+    CallFailed,
+    Client,
+    Completion,
+    Interrupted,
+    Many,
+    Overloaded,
+    TimedOut,
+    Unavailable,
+    resume,
+)
+from router.client.resume import Attempts, Resumption
 from router.errors import ExecutorFailed, InvalidRequest, QueueFull, ResumeMismatch, ShuttingDown
 from router.requests.request import Request
 from tests.router.support.fake_engines import FakeEngines, front_of, generation, listening, serve
@@ -127,21 +143,80 @@ async def test_deltas_show_a_pause_and_nothing_else(kind: str):
         assert came[-1].finish is not None
 
 
-async def test_a_request_that_takes_routers_down_is_given_up(kind: str):
+async def test_a_request_that_takes_routers_down_is_given_up(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Attempts, "_time_apart_s", lambda _: 0.0)
     engines = FakeEngines()
     async with asking(engines, kind) as (_, asker):
         task, request = await begin(asker, engines)
         give(engines, request, 7)
-        for num_stalled in range(3):
+        for num_stalled in range(5):
             await tokens_came(task, request)
             engines.cancel(request, LOST)
             request = await engines.arrivals.get()
             assert [s.suspicion is not None for s in request.sequences] == [num_stalled > 0]
         await asyncio.sleep(0)
         engines.cancel(request, LOST)
-        with pytest.raises(Unavailable, match="the last 3 brought no token"):
+        with pytest.raises(Unavailable, match="the last 5 brought no token"):
             await task
         assert engines.arrivals.empty()
+
+
+def test_what_is_lost_with_one_that_takes_routers_down_goes_on(monkeypatch: pytest.MonkeyPatch):
+    """A router is back after 1 s, has a first token after 0.1 s, and dies 20 ms behind the one's arrival."""
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(resume, "random", random.Random(1))
+    begun = pb.GenerateResponse(request_id="a", begin=pb.Begin(seed=1), token_ids=[5])
+    death = Unavailable(grpc.StatusCode.UNAVAILABLE, "Socket closed", ErrorDetails())
+    poison, *others = [Attempts(pb.GenerateRequest(), None, Resumption(60.0)) for _ in range(65)]
+    for attempts in (poison, *others):
+        attempts.next_request()
+        attempts.take(begun)
+    back_times = dict.fromkeys((poison, *others), 0.0)  # of those that were not given up
+    num_deaths, up_time = 0, 0.0
+    while poison in back_times:
+        now = max(back_times[poison], up_time) + 0.02
+        num_deaths += 1
+        for attempts, back_time in list(back_times.items()):
+            if (start := max(back_time, up_time)) < now:
+                if attempts is not poison and start + 0.1 < now:
+                    attempts.take(begun)
+                elif num_deaths > 1:
+                    attempts.take(pb.GenerateResponse(request_id="a", begin=pb.Begin(seed=1)))
+                try:
+                    back_times[attempts] = now + attempts.pause_after(death)
+                except Unavailable:
+                    del back_times[attempts]
+                attempts.next_request()
+        up_time = now + 1.0
+    assert num_deaths == 1 + resume.MAX_STALLED
+    assert len(back_times) >= 62
+    assert now < 30
+
+
+@pytest.mark.parametrize(
+    ("reason", "code", "num_calls"),
+    [
+        ("", grpc.StatusCode.UNAVAILABLE, resume.MAX_UNANSWERED),
+        ("", grpc.StatusCode.INTERNAL, resume.MAX_UNANSWERED),
+        ("NOT_READY", grpc.StatusCode.UNAVAILABLE, 40),
+    ],
+)
+def test_one_that_takes_routers_down_before_it_is_taken_is_given_up(
+    reason: str, code: grpc.StatusCode, num_calls: int
+):
+    """But not one that routers refuse, for as long as they do."""
+    attempts = Attempts(pb.GenerateRequest(), None, Resumption(60.0, has_answered=True))
+    failure = Unavailable(code, "it broke", ErrorDetails(reason))
+    for _ in range(num_calls - 1):
+        attempts.next_request()
+        attempts.pause_after(failure)
+    if num_calls == resume.MAX_UNANSWERED:
+        attempts.next_request()
+        with pytest.raises(Unavailable, match="the last 3 brought no token"):
+            attempts.pause_after(failure)
 
 
 @pytest.mark.parametrize(
@@ -235,6 +310,65 @@ async def test_a_router_that_is_started_again_is_waited_for(kind: str):
                 answers = await asyncio.gather(begun, waiting)
     assert [answer.token_ids for [answer] in answers] == [[7, 8], [8]]
     assert answers[0][0].num_resumes > 0
+
+
+async def test_a_router_that_takes_its_time_is_waited_for(kind: str):
+    """Longer than for a router that is not there."""
+    first, second = FakeEngines(), FakeEngines()
+    first.echoes = True
+    async with AsyncExitStack() as router:
+        target = await router.enter_async_context(serving(first))
+        async with Client(target, resume_for_s=1.0) as client, client.many() as many:
+            asker: Asker = client if kind == "client" else many
+            await asker.complete([5])
+            await first.arrivals.get()
+            first.echoes = False
+            waiting, _ = await begin(asker, first)
+            await router.aclose()
+            async with serving(second, int(target.rsplit(":", 1)[1])):
+                request = await second.arrivals.get()
+                await asyncio.wait((waiting,), timeout=1.2)
+                give(second, request, 8)
+                finish(second, request)
+                assert [answer.token_ids for answer in await waiting] == [[8]]
+
+
+async def test_a_timeout_holds_while_no_router_is_there(kind: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(resume, "ANSWER_GRACE_S", 0.05)
+    engines = FakeEngines()
+    async with AsyncExitStack() as router:
+        target = await router.enter_async_context(serving(engines))
+        async with Client(target) as client, client.many() as many:
+            asker: Asker = client if kind == "client" else many
+            task, request = await begin(asker, engines, timeout_s=0.5)
+            give(engines, request, 7)
+            await tokens_came(task, request)
+            await router.aclose()
+            async with asyncio.timeout(10):
+                with pytest.raises((TimedOut, Unavailable)):
+                    await task
+
+
+async def test_an_answer_without_a_stream_is_asked_for_again():
+    first, second = FakeEngines(), FakeEngines()
+    first.echoes = True
+    async with AsyncExitStack() as router:
+        target = await router.enter_async_context(serving(first))
+        async with Client(target) as client:
+            await client.complete_unary([5])
+            await first.arrivals.get()
+            first.echoes = False
+            asking = asyncio.create_task(client.complete_unary([5], n=2, temperature=1.0))
+            lost = await first.arrivals.get()
+            give(first, lost, 6, 7)
+            await router.aclose()
+            async with serving(second, int(target.rsplit(":", 1)[1])):
+                request = await second.arrivals.get()
+                assert request.sampling.seed == lost.sampling.seed
+                give(second, request, 8)
+                finish(second, request)
+                answers = await asking
+    assert [answer.token_ids for answer in answers] == [[8], [8]]
 
 
 async def test_a_router_that_never_answered_is_not_waited_for():
