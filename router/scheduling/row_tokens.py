@@ -105,6 +105,12 @@ class RowTokens:
         tokens: Int32Array = self._rows[row, :end]
         return tokens
 
+    def copies(self, rows: Rows) -> list[Int32Array]:
+        """Returns copies of the rows' tokens."""
+        self.settle(rows)
+        ends = self._num_tokens.take(rows).tolist()
+        return [self._rows[row, :end].copy() for row, end in zip(rows.tolist(), ends, strict=True)]
+
     def newest_of(self, row: int, count: int) -> Int32Array:
         """Returns the last so many tokens of a row."""
         if count == 1:

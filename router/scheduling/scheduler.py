@@ -176,7 +176,9 @@ class Scheduler:
         new = write(table, plan, result, has_ended=bool(self._leaving))
         self._note_times(new, has_first=plan.agreement.has_extend)
         self._listeners.wake(table.listener.take(new.rows))
-        num_dropped = sum(self._apply_stops(row, num_kept) for row, num_kept in new.due)
+        due = [table.bound(row) for row, _ in new.due]
+        num_dropped = sum(apply_stop_conditions(table, *row) for row in new.due)
+        self._end([sequence for sequence in due if sequence.is_ended])
         if table.has_windows:
             self._blocks.give_back(plan, new.has_token)
         self._free_left_rows()
@@ -200,7 +202,7 @@ class Scheduler:
     def fail(self, sequence: Sequence, error: RpcError) -> None:
         """Ends a bound sequence with an error, now; its row is free when no step runs it."""
         sequence.error = error
-        self._end(sequence)
+        self._end([sequence])
         self._free_left_rows()
 
     def salvage(self, lost: SequenceOf[StepPlan]) -> None:
@@ -544,12 +546,6 @@ class Scheduler:
                 self._measures.first_token_s.observe(now - sequence.request.arrival_time)
         self._gaps.add(new.has_token, len(new.rows), first_rows, now)
 
-    def _apply_stops(self, row: int, num_new: int) -> int:
-        num_dropped = apply_stop_conditions(self.table, row, num_new)
-        if (sequence := self.table.bound(row)).is_ended:
-            self._end(sequence)
-        return num_dropped
-
     # ---- rows that are given up
 
     def _fail_rows(self, result: StepResult) -> None:
@@ -559,34 +555,38 @@ class Scheduler:
                 sequence = self.table.sequences[first_row + row]
                 if sequence is not None and sequence.request.grammar:  # else it has ended meanwhile
                     sequence.error = ConstraintFailed(problem)
-                    self._end(sequence)
+                    self._end([sequence])
 
-    def _end(self, sequence: Sequence) -> None:
-        """Lets go of a bound sequence whose finish_reason or error was just set."""
-        row = sequence.row
-        self._blocks.leave(sequence)
-        self._gaps.leave(row)
-        if self.table.status[row] != RowStatus.PREEMPTED:
-            self._line.end(sequence)
-            self._leaving.append(row)
-        self.table.status[row] = RowStatus.ENDED
-        self._on_end(sequence)
+    def _end(self, sequences: list[Sequence]) -> None:
+        """Lets go of bound sequences whose finish_reason or error was just set."""
+        if not sequences:
+            return
+        self._blocks.leave(sequences)
+        for sequence in sequences:
+            row = sequence.row
+            self._gaps.leave(row)
+            if self.table.status[row] != RowStatus.PREEMPTED:
+                self._line.end(sequence)
+                self._leaving.append(row)
+            self.table.status[row] = RowStatus.ENDED
+            self._on_end(sequence)
 
     def _send_back(self, sequence: Sequence) -> None:
         sequence.progress.last_token_time = self._gaps.leave(sequence.row)
-        self.table.detach(sequence)
+        self.table.detach([sequence])
         if sequence.needs_prompt_logprobs:
             sequence.prompt_logprobs.clear()  # it starts over
         self._waiting.push(sequence)
 
     def _free_left_rows(self) -> None:
         """Frees the rows that are leaving and that no step in flight runs, with their blocks."""
-        table, leaving, self._leaving = self.table, self._leaving, []
-        for row in leaving:
-            if table.num_in_flight[row] > 0:
-                self._leaving.append(row)
-                continue
-            self._blocks.release(row)
+        table, leaving = self.table, self._leaving
+        left = [row for row in leaving if table.num_in_flight[row] == 0]
+        if not left:
+            return
+        self._leaving = [row for row in leaving if table.num_in_flight[row] > 0]
+        self._blocks.release(left)
+        for row in left:
             if table.status[row] == RowStatus.PREEMPTED:
                 self._send_back(table.bound(row))
             table.free_row(row)

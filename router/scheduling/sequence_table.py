@@ -20,6 +20,7 @@ With drafts, a step that is not back may have computed fewer tokens than it was 
 is in flight, num_computed counts all of them, and is an upper bound.
 """
 
+from collections.abc import Sequence as SequenceOf
 from itertools import accumulate
 from typing import Final, NamedTuple, TypeVar
 
@@ -294,20 +295,24 @@ class SequenceTable:
         sequence.dp_rank = dp_rank
         return row
 
-    def detach(self, sequence: Sequence) -> None:
-        """Takes a sequence's tokens out of its row, which stays taken until `free_row`."""
-        row = sequence.row
-        sequence.tokens = self.tokens.of(row).copy()
-        sequence.num_taken = int(self.num_taken[row])
-        self.num_taken[row] = self.num_tokens[row]  # nobody takes any here
-        sequence.progress.num_drafts = int(self.num_drafts[row])
-        sequence.progress.num_accepted_drafts = int(self.num_accepted[row])
-        sequence.table = None
-        self.num_constrained -= bool(sequence.request.grammar)
-        self.num_scored -= bool(self.scores_output[row] or self.scores_prompt[row])
-        self.sequences[row] = None
-        self.listener[row] = 0
-        self.is_columnar[row] = False
+    def detach(self, sequences: SequenceOf[Sequence]) -> None:
+        """Takes sequences' tokens out of their rows, which stay taken until `free_row`."""
+        rows = np.array([sequence.row for sequence in sequences])
+        is_scored = self.scores_output.take(rows) | self.scores_prompt.take(rows)
+        self.num_scored -= int(np.count_nonzero(is_scored))
+        columns = self.num_taken, self.num_drafts, self.num_accepted
+        values = (column.take(rows).tolist() for column in columns)
+        for sequence, tokens, num_taken, num_drafts, num_accepted in zip(
+            sequences, self.tokens.copies(rows), *values, strict=True
+        ):
+            sequence.tokens, sequence.num_taken, sequence.table = tokens, num_taken, None
+            sequence.progress.num_drafts = num_drafts
+            sequence.progress.num_accepted_drafts = num_accepted
+            self.num_constrained -= bool(sequence.request.grammar)
+            self.sequences[sequence.row] = None
+        self.num_taken[rows] = self.num_tokens.take(rows)  # nobody takes any here
+        self.listener[rows] = 0
+        self.is_columnar[rows] = False
 
     def free_row(self, row: int) -> None:
         """Gives a row back. Its sequence is detached and no step in flight runs it."""

@@ -5,6 +5,8 @@ They know no names: those are the prefix cache's. No tensors.
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,8 @@ SCRATCH_BLOCK = 0  # padded rows read and write here; never handed out
 
 # A pool that runs short evicts this share of itself at once: one block costs as much as many.
 EVICTED_SHARE = 1 / 64
+
+QUEUE_LEN = 4  # times the blocks
 
 
 class BlockPool:
@@ -56,16 +60,17 @@ class BlockPool:
         # steps, has nothing to write.
         self._ref_counts = np.ones(num_blocks, dtype=np.int32)
         self._is_kept = np.zeros(num_blocks, dtype=np.bool_)
-        self._queue = np.zeros(4 * num_blocks, dtype=np.int32)
+        self._queue = np.zeros(QUEUE_LEN * num_blocks, dtype=np.int32)
         self._indices = np.arange(len(self._queue), dtype=np.int32)
         self._index_of = np.full(num_blocks, -1, dtype=np.int32)  # -1: not cached
         self._head = self._tail = 0
 
-    def move(self, free: BlockIds, num_free: Counts, num_cached: Counts) -> None:
-        """Goes on in the parts of a group's arrays that are its own."""
-        free[: len(self._free)] = self._free
-        num_free[:], num_cached[:] = self._num_free, self._num_cached
-        self._free, self._num_free, self._num_cached = free, num_free, num_cached
+    def move(self, places: dict[str, npt.NDArray[Any]]) -> None:
+        """Goes on in the parts of a group's arrays that are its own, by their names here."""
+        for name, place in places.items():
+            column = getattr(self, name)
+            place[: len(column)] = column
+            setattr(self, name, place)
 
     @property
     def num_free(self) -> int:
@@ -129,7 +134,7 @@ class BlockPool:
         cached = block_ids[self._index_of[block_ids] >= 0]
         self._index_of[cached] = -1
         self._num_cached[0] -= len(cached)
-        self._free_up(cached)
+        self.free_up(cached)
 
     def release(self, block_ids: BlockIds) -> None:
         """Drops a reference of each, none of them twice.
@@ -144,7 +149,7 @@ class BlockPool:
         is_kept = self._is_kept.take(block_ids)
         cached = block_ids[is_kept]
         if len(cached) < len(block_ids):
-            self._free_up(block_ids[~is_kept])
+            self.free_up(block_ids[~is_kept])
         self._line_up(cached[::-1])
 
     def release_each(self, block_ids: BlockIds) -> None:
@@ -153,7 +158,7 @@ class BlockPool:
         if (
             counts + self._is_kept[block_ids]
         ).max() == 1:  # as nearly always, in a third of the time
-            self._free_up(block_ids)
+            self.free_up(block_ids)
             return
         if counts.max() > 1:
             block_ids, num_times = np.unique(block_ids, return_counts=True)
@@ -166,20 +171,26 @@ class BlockPool:
         self._evict(num_evicted)
         return num_evicted
 
-    def _free_up(self, block_ids: BlockIds) -> None:
+    def free_up(self, block_ids: BlockIds) -> None:
+        """Makes blocks free that nobody uses and that hold nothing reusable."""
         self._ref_counts[block_ids] = 1
         num_free = self.num_free
         self._free[num_free : num_free + len(block_ids)] = block_ids
         self._num_free[0] = num_free + len(block_ids)
 
     def _line_up(self, block_ids: BlockIds) -> None:
-        if self._tail + len(block_ids) > len(self._queue):
-            self._close_up()
-        end = self._tail + len(block_ids)
-        self._queue[self._tail : end] = block_ids
-        self._index_of[block_ids] = self._indices[self._tail : end]
-        self._tail = end
+        start = self.lengthen(len(block_ids))
+        end = start + len(block_ids)
+        self._queue[start:end] = block_ids
+        self._index_of[block_ids] = self._indices[start:end]
         self._num_cached[0] += len(block_ids)
+
+    def lengthen(self, count: int) -> int:
+        """Makes place for so many at the end of the queue. Returns where."""
+        if self._tail + count > len(self._queue):
+            self._close_up()
+        self._tail += count
+        return self._tail - count
 
     def _close_up(self) -> None:
         """Moves the queue to the front of its array, without entries that count for nothing."""
@@ -200,7 +211,7 @@ class BlockPool:
             self._index_of[block_ids] = -1
             self._num_cached[0] -= len(block_ids)
             self._on_evict(block_ids)
-            self._free_up(block_ids)
+            self.free_up(block_ids)
             count -= len(block_ids)
 
     def _cached_between(self, start: int, end: int) -> BlockIds:
@@ -227,12 +238,18 @@ class BlockPools:
         sizes = np.array([pool.num_blocks for pool in pools])
         self._first = sizes.cumsum() - sizes
         self._num_blocks = sizes - 1  # without the scratch blocks
-        self._free = np.zeros(int(sizes.sum()), dtype=np.int32)
-        self._num_free = np.zeros(len(pools), dtype=np.int64)
-        self._num_cached = np.zeros(len(pools), dtype=np.int64)
+        num_blocks = int(sizes.sum())
+        self._free, self._ref_counts, self._index_of = np.zeros((3, num_blocks), dtype=np.int32)
+        self._is_kept = np.zeros(num_blocks, dtype=np.bool_)
+        self._queue = np.zeros(QUEUE_LEN * num_blocks, dtype=np.int32)
+        self._num_free, self._num_cached = np.zeros((2, len(pools)), dtype=np.int64)
         for rank, (pool, first) in enumerate(zip(pools, self._first.tolist(), strict=True)):
-            part, own = slice(first, first + pool.num_blocks), slice(rank, rank + 1)
-            pool.move(self._free[part], self._num_free[own], self._num_cached[own])
+            end, places = first + pool.num_blocks, dict[str, npt.NDArray[Any]]()
+            for name in ("_free", "_ref_counts", "_index_of", "_is_kept"):
+                places[name] = getattr(self, name)[first:end]
+            for name in ("_num_free", "_num_cached"):
+                places[name] = getattr(self, name)[rank : rank + 1]
+            pool.move(places | {"_queue": self._queue[QUEUE_LEN * first : QUEUE_LEN * end]})
 
     def __getitem__(self, rank: int) -> BlockPool:
         return self._pools[rank]
@@ -261,3 +278,35 @@ class BlockPools:
         places += np.arange(len(places))
         block_ids: BlockIds = self._free.take(places)
         return block_ids
+
+    def release(self, block_ids: BlockIds, counts: Counts) -> None:
+        """Drops a reference for each entry: so many of each rank, ranks end to end.
+
+        Of each rank, the first becomes the first to be evicted. A block that several rows share may be
+        there several times: its last place counts.
+        """
+        ranks = np.arange(len(counts)).repeat(counts)
+        places = block_ids + self._first.take(ranks)
+        if self._ref_counts.take(places).max(initial=1) == 1:
+            self._ref_counts[places] = 0
+        else:
+            np.subtract.at(self._ref_counts, places, 1)
+            unused = np.flatnonzero(self._ref_counts.take(places) == 0)[::-1]
+            unused = np.sort(unused[np.unique(places[unused], return_index=True)[1]])
+            places, ranks, block_ids = places[unused], ranks[unused], block_ids[unused]
+        is_kept = self._is_kept.take(places)
+        self._line_up(places[is_kept], block_ids[is_kept], ranks[is_kept])
+        freed, cuts = block_ids[~is_kept], ranks[~is_kept].searchsorted(range(len(counts) + 1))
+        for pool, (start, end) in zip(self._pools, pairwise(cuts.tolist()), strict=True):
+            if start < end:
+                pool.free_up(freed[start:end])
+
+    def _line_up(self, places: Counts, block_ids: BlockIds, ranks: Counts) -> None:
+        counts = np.bincount(ranks, minlength=len(self._pools))
+        starts = [
+            pool.lengthen(count) for pool, count in zip(self._pools, counts.tolist(), strict=True)
+        ]
+        indices = np.arange(len(ranks)) + (starts - (counts.cumsum() - counts)).take(ranks)
+        self._queue[QUEUE_LEN * self._first.take(ranks) + indices] = block_ids
+        self._index_of[places] = indices
+        self._num_cached += counts

@@ -189,14 +189,24 @@ class RowBlocks:
 
     # ---- giving them up
 
-    def release(self, row: int) -> None:
-        """Names the row's full blocks and drops its references to all of its blocks.
+    def release(self, rows: list[int]) -> None:
+        """Names the rows' full blocks and drops their references to all of their blocks.
 
-        Of a prefix's blocks, the window's are to be evicted last: they are few, and without them the
-        others are worth nothing.
+        Of a prefix's blocks, the last is to be evicted first: without its predecessors it is worth
+        nothing, without its successors all the same. And the window's last of all: they are few, and
+        without them the others are worth nothing.
         """
-        self.name(row)
-        self.drop(row)
+        table = self._table
+        for row in rows:
+            self.name(row)
+        backwards = np.array(sorted(rows, reverse=True))
+        num_blocks, counts = table.num_blocks.take(backwards), np.zeros(table.dp_size, np.int64)
+        np.add.at(counts, backwards // table.rows_per_rank, num_blocks)
+        places = spread(table.block_starts.take(backwards), num_blocks)[::-1]
+        self.pools.release(table.flat_blocks.take(places), counts)
+        if table.has_windows:
+            for row in rows:
+                self.pools[table.rank_of(row)].release(table.window_blocks_of(row))
 
     def drop(self, row: int) -> None:
         """Drops the row's references, without a name more than there are."""
@@ -302,28 +312,29 @@ class RowBlocks:
         if self._table.has_windows:
             self._name_windows(row, hashes, 0, end)
 
-    def leave(self, sequence: Sequence) -> None:
-        """Lets others find the full blocks of a row whose sequence ends; they need no names for it.
+    def leave(self, sequences: list[Sequence]) -> None:
+        """Lets others find the full blocks of rows whose sequences end; they need no names for it.
 
-        The sequence gives up its row's tokens.
+        The sequences give up their rows' tokens.
         """
-        table, row = self._table, sequence.row
-        cache, hashes, size = (
-            self._caches[sequence.dp_rank],
-            sequence.block_hashes,
-            table.block_size,
-        )
-        num_known = min(int(table.num_tokens[row]), int(table.num_computed[row]))
-        first, end = int(table.num_named_blocks[row]), num_known // size
-        if cache.log is not None or table.has_windows or len(hashes) >= end:
-            self.name(row)
-            first = end
-        table.detach(sequence)
-        if first < end:
-            parent = hashes[first - 1] if first else sequence.request.cache_salt
-            tokens = sequence.tokens[first * size : end * size].reshape(-1, size).copy()
-            cache.leave(Tail(parent, tokens, table.block_table[row, first:end].copy()))
-            table.num_named_blocks[row] = end
+        table, size = self._table, self._table.block_size
+        rows = np.array([sequence.row for sequence in sequences])
+        num_known = np.minimum(table.num_tokens, table.num_computed).take(rows)
+        for sequence, end in zip(sequences, (num_known // size).tolist(), strict=True):
+            is_logged = self._caches[sequence.dp_rank].log is not None
+            if is_logged or table.has_windows or len(sequence.block_hashes) >= end:
+                self.name(sequence.row)
+        first = table.num_named_blocks.take(rows)
+        table.detach(sequences)
+        for sequence, start, end in zip(
+            sequences, first.tolist(), (num_known // size).tolist(), strict=True
+        ):
+            if start < end:
+                hashes, salt = sequence.block_hashes, sequence.request.cache_salt
+                tokens = sequence.tokens[start * size : end * size].reshape(-1, size).copy()
+                block_ids = table.block_table[sequence.row, start:end].copy()
+                tail = Tail(hashes[start - 1] if start else salt, tokens, block_ids)
+                self._caches[sequence.dp_rank].leave(tail)
 
     def _num_leaving_blocks(self, rank: int) -> int:
         """Blocks that come back once the steps in flight that use them are back."""

@@ -216,8 +216,8 @@ def poison_free_blocks(router: Router) -> None:
     for rank, of_rank in enumerate(router.scheduler.caches):
         first = rank * cell.attn_tp_size
         pools = [worker._kv_pool for worker in cell.workers[first : first + cell.attn_tp_size]]
-        free_up: Any = poisoning(of_rank.pool._free_up, pools)
-        of_rank.pool._free_up = free_up  # type: ignore[method-assign]
+        free_up: Any = poisoning(of_rank.pool.free_up, pools)
+        of_rank.pool.free_up = free_up  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

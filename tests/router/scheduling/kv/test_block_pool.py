@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from router.scheduling.kv.block_pool import SCRATCH_BLOCK, BlockIds, BlockPool
+from router.scheduling.kv.block_pool import SCRATCH_BLOCK, BlockIds, BlockPool, BlockPools
 from router.scheduling.kv.prefix_cache import PrefixCache, Wanted, extend_block_hashes
 from router.scheduling.kv.tails import Tail
 from tests.router.support.block_checks import check_cache, check_pool, kept_blocks
@@ -97,6 +97,27 @@ def test_every_block_is_in_one_state_under_random_use(seed: int) -> None:
         assert pool.num_used == len(used)
         assert pool.num_cached == pool.num_unused(ids(*used, *(kept - used))) == len(kept - used)
         assert set(kept_blocks(pool)) == kept
+
+
+def test_rows_of_several_ranks_are_released_in_one_go() -> None:
+    """A block that two of them share goes with the last, so that what follows it is evicted first."""
+    (first, evicted), (second, others) = pool_of(6), pool_of(4)
+    pools = BlockPools([first, second])
+    prefix, mine, yours = first.acquire(1), first.acquire(2), first.acquire(1)
+    first.share(prefix)
+    other = second.acquire(2)
+    for pool, blocks in ((first, prefix), (first, mine), (first, yours), (second, other[:1])):
+        pool.keep(blocks)
+    row, neighbour = ids(*mine[::-1], *prefix), ids(*yours, *prefix)
+    pools.release(ids(*row, *neighbour, *other[::-1]), np.array([5, 2]))
+    check_pool(first)
+    check_pool(second)
+    assert pools.num_used.tolist() == [0, 0]
+    assert (second.num_free, second.num_cached) == (2, 1)
+    first.acquire(5)
+    second.acquire(3)
+    assert evicted == [*mine[::-1], *yours, *prefix]
+    assert others == other[:1].tolist()
 
 
 # ---- prefixes
