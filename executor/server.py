@@ -738,7 +738,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         )
 
     def _on_driver(self) -> None:
-        self._beats.beat_now()  # a router that stands by takes over at once
+        self._beats.beat_now()  # so that a router that stands by takes over at once
 
     def _publish_readiness(self) -> None:
         self.health.set(READINESS, self._epoch is not None and not self._is_stopping)

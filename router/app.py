@@ -6,6 +6,9 @@
 
 The delay is for load balancers, which take a moment to see NOT_SERVING. UNAVAILABLE is what the
 published retry policy sends again, elsewhere. A second SIGTERM or SIGINT ends both waits at once.
+
+Where another router stands by for all groups, there is nothing to wait for: it gets them at once, and
+live requests end with UNAVAILABLE to go on there.
 """
 
 import asyncio
@@ -32,6 +35,7 @@ from router.api.text import Tokenizer
 from router.config import RouterConfig
 from router.engine.engine import Engine
 from router.engine.engines import Engines, Observer
+from router.executors.attendance import ROUTER_ID
 from router.executors.discovery import find_addresses, strength_of
 from router.executors.group import ExecutorGroup
 from router.requests.request import Listeners
@@ -62,7 +66,10 @@ async def run(config: RouterConfig) -> None:
     interceptors, observers = _start_tracing(config, cleanup)
     observers = [RequestLog(lambda group: by_group[group].ids()), *observers]
     engines = Engines(
-        Listeners(config.max_calls), failover_after_s=config.failover_after_s, observers=observers
+        Listeners(config.max_calls),
+        failover_after_s=config.failover_after_s,
+        observers=observers,
+        router_id=ROUTER_ID.hex(),
     )
     groups = [_connect(config, addresses) for addresses in config.groups]
     by_group = [
@@ -265,13 +272,14 @@ async def drain(
     """Returns when no call is open, or the open calls had their grace.
 
     Args:
-        delay_s: How long new requests are still taken.
+        delay_s: How long new requests are still taken, if no other router takes the groups.
         grace_s: How long running ones may then go on.
         at_once: Set to wait no longer.
     """
     health.set_ready(False)
     engines.begin_drain(delay_s=delay_s, grace_s=grace_s)
-    await _wait(lambda: False, delay_s, at_once)
+    if not await _hand_over(engines, grace_s):
+        await _wait(lambda: False, delay_s, at_once)
     engines.shut_down()
     # Calls, not requests: one whose client reads slowly still has tokens to deliver.
     await _wait(lambda: not engines.listeners.num_open, grace_s, at_once)
@@ -279,6 +287,15 @@ async def drain(
     engines.cancel_all()
     await _wait(lambda: not engines.listeners.num_open, FLUSH_S, asyncio.Event())
     log.info("drained", cut_requests=num_cut, cut_calls=engines.listeners.num_open)
+
+
+async def _hand_over(engines: Engines, timeout_s: float) -> bool:
+    """Leaves the groups to other routers, if they would take them. Returns whether it has."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await engines.hand_over()
+    except TimeoutError:
+        return False
 
 
 async def _wait(is_done: Callable[[], bool], timeout_s: float, at_once: asyncio.Event) -> None:

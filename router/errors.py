@@ -17,6 +17,7 @@ RpcError
 ├── Cancelled           CANCELLED            somebody called Cancel
 ├── NotReady            UNAVAILABLE          no group has formed yet
 ├── ShuttingDown        UNAVAILABLE          this router stops; retry elsewhere
+├── Moved               UNAVAILABLE          another router drives the executors; go on there
 ├── ConstraintFailed    INVALID_ARGUMENT     the output cannot keep to the request's constraint
 └── ExecutorFailed      INTERNAL             the request's step fails every time
 
@@ -26,6 +27,8 @@ ExecutorLost            a group's step cannot be finished; the group forms again
 │   └── GroupGrows      because there are more executors for it
 ├── ExecutorUnfit       because an executor cannot take the place that it was given
 ├── ExecutorLied        because what an executor said cannot be; it is left out until it restarts
+├── GroupHeld           because another router drives the group: this one stands by
+│   └── HandedOver      which this router has left the group to
 └── ReasonUnknown       because a stream ended, perhaps for want of another executor
 GroupMismatch           the members of a group do not fit together; the operator must act
 """
@@ -181,6 +184,16 @@ class ShuttingDown(RpcError):
     reason = "SHUTTING_DOWN"
 
 
+class Moved(RpcError):
+    code = StatusCode.UNAVAILABLE
+    reason = "MOVED"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "another router drives the executors: send the request there, from where it is"
+        )
+
+
 class ConstraintFailed(RpcError):
     code = StatusCode.INVALID_ARGUMENT
     reason = "CONSTRAINT_FAILED"
@@ -219,6 +232,17 @@ class ExecutorUnfit(ExecutorLost):
 
 class ExecutorLied(ExecutorLost):
     """An executor said what cannot be; the message names it and the field."""
+
+
+class GroupHeld(ExecutorLost):
+    """Another router drives the group."""
+
+
+class HandedOver(GroupHeld):
+    """This router has left the group to another one."""
+
+    def __init__(self) -> None:
+        super().__init__("this router was told to stop, and has left the group to another one")
 
 
 class ReasonUnknown(ExecutorLost):

@@ -45,6 +45,7 @@ class LocalStack:
         dp_size: DP ranks.
         attn_tp_size: Executors of each.
         num_groups: Groups of `dp_size * attn_tp_size` executors each.
+        num_routers: Of them one drives, and the others stand by.
         executor_args: Flags for every executor.
         rank_args: Further flags for one executor, by its number.
         router_args: Flags for the router.
@@ -55,8 +56,8 @@ class LocalStack:
         token: File of the token that clients send; None: none.
         waits_for_ready: Whether to wait, on entry, until the router takes requests.
         ready_timeout_s: Longest wait for that.
-        address: Where the router listens.
-        router: Its process.
+        addresses: Where each router listens.
+        routers: Their processes.
         executors: Their processes, by number: in the first group dp_rank * attn_tp_size +
             attn_tp_rank, and in each further one what follows.
         on_restart: Is told, in words, of each executor that `supervise` starts again.
@@ -67,6 +68,7 @@ class LocalStack:
     dp_size: int = 2
     attn_tp_size: int = 1
     num_groups: int = 1
+    num_routers: int = 1
     executor_args: Sequence[str] = ()
     rank_args: Mapping[int, Sequence[str]] = field(default_factory=dict)
     router_args: Sequence[str] = ()
@@ -77,8 +79,8 @@ class LocalStack:
     waits_for_ready: bool = True
     ready_timeout_s: float = 120.0
     on_restart: Callable[[str], None] = field(default=lambda _: None)
-    address: str = field(init=False)
-    router: Process = field(init=False)
+    addresses: list[str] = field(init=False, default_factory=list)
+    routers: list[Process] = field(init=False, default_factory=list)
     executors: list[Process] = field(init=False, default_factory=list)
     executor_addresses: list[str] = field(init=False, default_factory=list)
     _started: list[Process] = field(init=False, default_factory=list)
@@ -98,9 +100,24 @@ class LocalStack:
     async def __aexit__(self, *_: object) -> None:
         await self._stop()
 
+    @property
+    def router(self) -> Process:
+        """The first router."""
+        return self.routers[0]
+
+    @property
+    def address(self) -> str:
+        """Where the first router listens."""
+        return self.addresses[0]
+
+    @property
+    def target(self) -> str:
+        """gRPC's name of all routers."""
+        return self.address if self.num_routers == 1 else f"ipv4:{','.join(self.addresses)}"
+
     def client(self) -> Client:
-        """Returns a client of the router, to be opened by `async with`."""
-        return Client(self.address, self.tls, token=self.token)
+        """Returns a client of the routers, to be opened by `async with`."""
+        return Client(self.target, self.tls, token=self.token)
 
     async def status_page(self) -> str:
         """Returns where a browser finds the router's status page; empty if it is switched off.
@@ -171,22 +188,23 @@ class LocalStack:
             timeout_s: How long it may drain before it is killed.
         """
         exit_code = await self.router.stop(timeout_s)
-        await self._start_router_again()
+        await self.start_router_again()
+        await self.wait_until_ready()
         return exit_code
 
     async def kill_router(self) -> None:
         """Kills the router and starts it again at the same address; returns when it takes requests."""
         await self.router.kill()
-        await self._start_router_again()
-
-    async def _start_router_again(self) -> None:
-        self.listen = self.address
-        self.router = self._start_router()
-        await self.router.event("listening")
+        await self.start_router_again()
         await self.wait_until_ready()
 
+    async def start_router_again(self, number: int = 0) -> None:
+        """Starts a router that has ended at the same address; returns when it listens."""
+        self.routers[number] = self._start_router(number, self.addresses[number])
+        await self.routers[number].event("listening")
+
     async def wait_until_ready(self) -> None:
-        """Returns when the router takes requests.
+        """Returns when the first router takes requests.
 
         Raises:
             ProcessEnded: The router or an executor ended first.
@@ -218,9 +236,10 @@ class LocalStack:
             self.executors.append(self._start_executor(number, self._held(ANY_PORT)))
         for executor in self.executors:
             self.executor_addresses.append((await executor.event("listening"))["address"])
-        self.listen = self._held(self.listen)
-        self.router = self._start_router()
-        self.address = (await self.router.event("listening"))["address"]
+        for number in range(self.num_routers):
+            listen = self._held(ANY_PORT if number else self.listen)
+            self.routers.append(self._start_router(number, listen))
+            self.addresses.append((await self.routers[number].event("listening"))["address"])
         if self.waits_for_ready:
             await self.wait_until_ready()
 
@@ -252,14 +271,15 @@ class LocalStack:
         args += [*self.executor_args, *self.rank_args.get(number, ())]
         return self._start_process(name, args)
 
-    def _start_router(self) -> Process:
-        args = ["-m", "router", "--listen", self.listen, "--model-name", self.model.name]
+    def _start_router(self, number: int, listen: str) -> Process:
+        name = f"router-{number}" if number else "router"
+        args = ["-m", "router", "--listen", listen, "--model-name", self.model.name]
         for first in range(0, self.num_executors, self._group_size):
             addresses = self.executor_addresses[first : first + self._group_size]
             args += ["--group", ",".join(addresses)]
         if (self.model / "tokenizer.json").is_file():
             args += ["--tokenizer", str(self.model)]
-        return self._start_process("router", [*args, *self.router_args])
+        return self._start_process(name, [*args, *self.router_args])
 
     def _start_process(self, name: str, args: Sequence[str]) -> Process:
         assert self.log_dir is not None, "known within `async with`"
@@ -269,8 +289,8 @@ class LocalStack:
         return process
 
     async def _stop(self) -> None:
-        # The router first: it lets go of its executors, which then have nothing to wait for.
-        for group in ([p for p in self._started if p.name == "router"], self.executors):
+        # Routers first: they let go of their executors, which then have nothing to wait for.
+        for group in ([p for p in self._started if p.name.startswith("router")], self.executors):
             await asyncio.gather(*[process.stop(STOP_TIMEOUT_S) for process in group])
         self._cleanup.close()
 
@@ -278,7 +298,7 @@ class LocalStack:
 
     @property
     def _current(self) -> list[Process]:
-        return [*self.executors, self.router]
+        return [*self.executors, *self.routers]
 
     async def _watch_readiness(self) -> None:
         opener = channel_opener(self.address, self.tls, self.token)

@@ -32,7 +32,8 @@ class Lease:
 
     Args:
         clock: Seconds, from anywhere on.
-        on_change: Called when there is another driver, or when it may be gone.
+        on_change: Called when there is another driver, when it may be gone, and when a router begins or
+            ceases to stand by.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Lease:
     def attend(self, router_id: bytes) -> None:
         """Notes that a router attends this executor."""
         self._attending[router_id] += 1
+        self._on_change()
 
     def note_beat(self, router_id: bytes, *, is_driver: bool, was_driver: bool) -> None:
         """Notes a beat.
@@ -116,12 +118,10 @@ class Lease:
             was_driver: Whether it did in the call's beat before.
         """
         self._driving[router_id] += is_driver - was_driver
-        if router_id != self._router_id:
-            return
-        self._sign_time = self._clock()
-        if is_driver:
-            self._is_taken = False
-        elif was_driver:
+        if router_id == self._router_id:
+            self._sign_time = self._clock()
+            self._is_taken &= not is_driver
+        if is_driver != was_driver:
             self._on_change()
 
     def leave(self, router_id: bytes, *, was_driver: bool) -> None:
@@ -130,5 +130,4 @@ class Lease:
         self._attending[router_id] -= 1
         if not self._attending[router_id]:
             del self._attending[router_id], self._driving[router_id]
-        if router_id == self._router_id:
-            self._on_change()
+        self._on_change()

@@ -104,8 +104,9 @@ class Client:
             read again when it changes.
         plaintext: Whether the token may leave this machine in plain text.
         watches_health: Ask every address whether it is ready, and send requests to ready
-            ones. For a target that names several routers; not behind a proxy, which looks after
-            that itself, and would pass the question on to any one of them.
+            ones. For a target that names several routers, such as "ipv4:host:port,host:port"; not
+            behind a proxy, which looks after that itself, and would pass the question on to any one
+            of them. None: where the target lists several addresses.
         resume: Whether requests whose call breaks off are sent again, to go on from the tokens that
             came; `Completion.num_resumes` tells how often. Without a seed, a request that samples
             gets one.
@@ -123,14 +124,14 @@ class Client:
         *,
         token: str | Path | None = None,
         plaintext: bool = False,
-        watches_health: bool = False,
+        watches_health: bool | None = None,
         resume: bool = True,
         resume_for_s: float = 60.0,
     ) -> None:
         self._target = target
         self._resumption = Resumption(resume_for_s if resume else 0.0)
         self._opener = channel_opener(target, credentials, token, plaintext=plaintext)
-        self._watches_health = watches_health
+        self._watches_health = "," in target if watches_health is None else watches_health
         self._channels: list[grpc.aio.Channel] = []  # replaced ones too
 
     async def __aenter__(self) -> Self:

@@ -31,7 +31,9 @@ from router.errors import (
     ExecutorLied,
     ExecutorLost,
     GroupGrows,
+    GroupHeld,
     GroupMismatch,
+    HandedOver,
 )
 from router.requests.request import NO_COLUMNS, Columns, Listener, Listeners, Request, Sequence
 from router.requests.waiting_queue import Quarantine, WaitingQueue, note_loss
@@ -73,11 +75,17 @@ class Executors(Protocol):
         """Returns what beats tell of each executor; nothing before the first forming."""
         ...
 
+    @property
+    def num_standbys(self) -> int:
+        """Routers that would take the group if this one left it."""
+        ...
+
     async def form(self) -> GroupInfo:
         """Brings all executors into a new epoch.
 
         Raises:
             ExecutorLost: One of them is not there.
+            GroupHeld: Another router drives them.
             GroupMismatch: They do not fit together.
         """
         ...
@@ -91,6 +99,7 @@ class Executors(Protocol):
 
         Raises:
             ExecutorLost: An executor died, hangs or answered wrongly.
+            GroupHeld: Another router has taken the group.
         """
         ...
 
@@ -99,7 +108,7 @@ class Executors(Protocol):
         ...
 
     async def news(self) -> None:
-        """Returns when an executor is there that was not."""
+        """Returns when, since `form` was called, an executor came, or one was left by its driver."""
         ...
 
     async def close(self) -> None:
@@ -163,6 +172,8 @@ class Engine:
         self.lost_time = self._clock()
         self._progress_time = self._clock()  # formed, committed, or got work when it had none
         self._has_work = asyncio.Event()
+        self._leaving = asyncio.Event()
+        self._has_left = asyncio.Event()
         self._in_flight: deque[InFlight] = deque()
         self._begin_time = 0.0  # of the earliest of these, on an executor
         self._timer: asyncio.TimerHandle | None = None  # that plans the next one
@@ -179,9 +190,9 @@ class Engine:
         self._problem = "its executors have not been reached yet"
 
     async def run(self) -> None:
-        """Runs the group for ever: whatever goes wrong in it is a loss of this group, and no more."""
+        """Runs the group until `leave`: whatever goes wrong in it is a loss of this group, and no more."""
         least_delay_s = growing_delay_s = self._settings.retry_delay_s
-        while True:
+        while not self._leaving.is_set():
             try:
                 await self._run_epoch(await self._form())
             except (ExecutorLost, GroupMismatch) as error:
@@ -198,12 +209,18 @@ class Engine:
                 delay_s = growing_delay_s
                 growing_delay_s = max(least_delay_s, min(2 * delay_s, MAX_RETRY_DELAY_S))
                 self._caches.drop()  # its tables may say what is not so
+            if self._leaving.is_set():
+                await self._executors.close()  # the other router goes on while callers are told
+                loss = HandedOver()
             was_ready, has_stepped = self.is_ready, self._stats.num_steps > 0
             self._lose_at_any_cost(loss)
+            if self._leaving.is_set():
+                break
             if not was_ready:
                 await self._wait_for_executors(delay_s)
             elif not (has_stepped and isinstance(loss, AT_ONCE)):
                 await asyncio.sleep(delay_s)
+        self._has_left.set()
 
     async def _wait_for_executors(self, timeout_s: float) -> None:
         """Returns when an executor is there that was not, or the time is over."""
@@ -232,6 +249,8 @@ class Engine:
                 self._plan_now(scheduler)
                 if self._in_flight:
                     await self._take_answer(scheduler)
+                elif self._leaving.is_set():
+                    raise HandedOver
                 else:
                     await self._wait_for_work()
         finally:
@@ -264,7 +283,7 @@ class Engine:
 
     def _plan(self, scheduler: Scheduler, *, is_late: bool = False) -> bool:
         """Plans a step and sends it; returns False if there is nothing to run, or none shall be."""
-        if self._executors.wants_border:
+        if self._leaving.is_set() or self._executors.wants_border:
             return False
         begun = perf_counter()
         plan = scheduler.schedule()
@@ -336,6 +355,17 @@ class Engine:
                 other.waiting.push(sequence)
         other._has_work.set()
 
+    @property
+    def can_leave(self) -> bool:
+        """Whether another router would take the group at once."""
+        return self.is_ready and self._executors.num_standbys > 0
+
+    async def leave(self) -> None:
+        """Commits the steps in flight, and leaves the group to another router."""
+        self._leaving.set()
+        self._has_work.set()
+        await self._has_left.wait()
+
     def fail(self, sequence: Sequence, error: RpcError) -> None:
         """Ends a live sequence of this group with an error."""
         if sequence.table is None:
@@ -352,6 +382,11 @@ class Engine:
         if self._scheduler is None:
             return NO_COLUMNS
         return self._scheduler.table.take_columns(listener.index)
+
+    @property
+    def is_standby(self) -> bool:
+        """Whether another router drives the group, as far as this one knows."""
+        return self._state == pb.GROUP_STATE_STANDBY
 
     @property
     def is_serving(self) -> bool:
@@ -406,6 +441,7 @@ class Engine:
         status.num_waiting, status.num_waiting_tokens = len(self.waiting), self.waiting.num_tokens
         status.step_cost.CopyFrom(step_cost_status(self.measures.costs.plain))
         status.members.extend(self._executors.members())
+        status.num_standbys = self._executors.num_standbys
         return status
 
     def full_status(self) -> pb.GroupStatus:
@@ -445,6 +481,7 @@ class Engine:
         self._progress_time = self._clock()
         self._stats = self.measures.begin_epoch(stats, self._progress_time)
         self.model, self.is_ready, self._problem = info.model, True, ""
+        self.measures.num_takeovers += self.is_standby
         self._state = pb.GROUP_STATE_READY
         self.events.note(
             logging.INFO,
@@ -510,8 +547,12 @@ class Engine:
         """Takes the group out of service; the sequences that it ran wait again."""
         lost_steps, self._in_flight = self._in_flight, deque()
         was_ready, self.is_ready = self.is_ready, False
-        has_left, is_mismatch = isinstance(error, ExecutorLeft), isinstance(error, GroupMismatch)
-        if was_ready:
+        is_held, is_mismatch = isinstance(error, GroupHeld), isinstance(error, GroupMismatch)
+        has_left = is_held or isinstance(error, ExecutorLeft)
+        if is_held:
+            if str(error) != self._problem:
+                self.events.note(logging.INFO, "group_standby", **self.ids(), problem=str(error))
+        elif was_ready:
             level, name = (
                 (logging.INFO, "group_left") if has_left else (logging.WARNING, "group_lost")
             )
@@ -521,7 +562,10 @@ class Engine:
             level = logging.ERROR if is_mismatch else logging.INFO
             self.events.note(level, "group_not_formed", group=self.group, problem=str(error))
         self._problem = str(error)
-        self._state = pb.GROUP_STATE_MISMATCHED if is_mismatch else pb.GROUP_STATE_FORMING
+        if is_mismatch:
+            self._state = pb.GROUP_STATE_MISMATCHED
+        elif is_held or not self.is_standby:
+            self._state = pb.GROUP_STATE_STANDBY if is_held else pb.GROUP_STATE_FORMING
         self.measures.faults["lied"] += isinstance(error, ExecutorLied)
         if was_ready:
             self.lost_time = self._clock()
@@ -539,7 +583,7 @@ class Engine:
             self.waiting.set_max_running()
             for sequence in guilty:
                 self._fail_request(sequence.request)
-        if was_ready:
+        if was_ready or is_held:
             self.on_change()
 
     def _salvage(self, scheduler: Scheduler, lost_steps: Collection[InFlight]) -> None:

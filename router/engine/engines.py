@@ -16,6 +16,7 @@ from router.engine.recent import SAMPLE_S, Events
 from router.errors import (
     Cancelled,
     DeadlineExceeded,
+    Moved,
     NotReady,
     QueueFull,
     RequestExists,
@@ -46,6 +47,7 @@ class Engines:
         listeners: Where a call opens its listener, and closes it when its sequences have ended.
         failover_after_s: A group that is down for longer gives what it ran to another one.
         observers: Told of every request that is taken, in this order.
+        router_id: Of this router.
 
     Attributes:
         measures: What became of requests, so far.
@@ -60,7 +62,9 @@ class Engines:
         *,
         failover_after_s: float = 10.0,
         observers: SequenceOf[Observer] = (),
+        router_id: str = "",
     ) -> None:
+        self.router_id = router_id
         self.listeners = listeners
         self.measures = RequestMeasures()
         self._failover_after_s = failover_after_s
@@ -112,6 +116,21 @@ class Engines:
         self._readiness_timer = loop.call_later(wait_s, self._check_readiness)
 
     @property
+    def is_standby(self) -> bool:
+        """Whether other routers drive all groups, as far as this one knows."""
+        return bool(self._engines) and all(engine.is_standby for engine in self._engines)
+
+    async def hand_over(self) -> bool:
+        """Leaves all groups to other routers, if those would take them. Returns whether it did."""
+        groups = [engine for engine in self._engines if not engine.is_standby]
+        if not groups or not all(engine.can_leave for engine in groups):
+            return False
+        async with asyncio.TaskGroup() as tasks:
+            for engine in groups:
+                tasks.create_task(engine.leave())
+        return True
+
+    @property
     def num_live(self) -> int:
         return len(self._live)
 
@@ -122,10 +141,12 @@ class Engines:
             is_resumed: Whether it is for resumed requests, which a full queue does not keep out.
 
         Raises:
-            QueueFull, NotReady, ShuttingDown: No request is taken at present.
+            QueueFull, NotReady, Moved, ShuttingDown: No request is taken at present.
         """
         if self.is_shutting_down:
             raise ShuttingDown("this router is shutting down: send the request to another one")
+        if self.is_standby:
+            raise Moved
         if self.model is None:
             raise NotReady("no group of executors has formed yet: try again")
         if not is_resumed and not any(engine.waiting.has_room for engine in self._engines):
@@ -138,7 +159,7 @@ class Engines:
         connection broke.
 
         Raises:
-            QueueFull, RequestExists, NotReady, ShuttingDown: It is not taken.
+            QueueFull, RequestExists, NotReady, Moved, ShuttingDown: It is not taken.
             DeadlineExceeded: Its time was over before it was read.
         """
         self.check_room(is_resumed=request.attempt > 0)
@@ -177,6 +198,7 @@ class Engines:
         return min(
             engines,
             key=lambda e: (
+                e.is_standby,
                 not self._fits(e, request),
                 not e.is_ready,
                 not e.waiting.has_room,
@@ -200,7 +222,8 @@ class Engines:
         """Moves what waits for a group that is down to groups that can step.
 
         What has not begun goes at once. What has begun stays for a while: the group that comes back
-        may have most of it computed, and any other has to compute all of it.
+        may have most of it computed, and any other has to compute all of it. What waits for a group that
+        another router drives goes there, if none of this router's can run it.
         """
         loop = asyncio.get_running_loop()
         for engine in self._engines:
@@ -208,11 +231,13 @@ class Engines:
                 continue
             failover_time = engine.lost_time + self._failover_after_s
             is_late = loop.time() >= failover_time
-            num_moved = sum(
-                self._move(request, engine)
-                for request in engine.waiting_requests()
-                if is_late or not request.has_begun
-            )
+            num_moved = 0
+            for request in engine.waiting_requests():
+                if is_late or engine.is_standby or not request.has_begun:
+                    is_moved = self._move(request, engine)
+                    num_moved += is_moved
+                    if engine.is_standby and not is_moved:
+                        self.cancel(request, Moved())
             if num_moved:
                 ids = engine.ids()
                 engine.events.note(logging.INFO, "requests_moved", **ids, requests=num_moved)
@@ -267,6 +292,7 @@ class Engines:
         return pb.GetStatusResponse(
             groups=[engine.full_status() for engine in self._engines],
             version=version,
+            router_id=self.router_id,
             model="" if self.model is None else self.model.name,
             is_ready=self.is_ready,
             is_draining=self.is_draining,

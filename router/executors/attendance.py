@@ -15,6 +15,7 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from protos.executor.beats import BEAT_S
+from protos.executor.lease import is_held
 from protos.executor.v1 import executor_pb2 as pb
 from router.executors.description_bounds import MAX_INSTANCE_ID_LEN
 from router.executors.suspicion import Beat, Suspicion
@@ -52,11 +53,14 @@ class Attendance:
 
     Args:
         suspicion: Gets the beats, by address.
+        router_id: Of this router.
         epoch: Returns the epoch in which the executor at an address is sent steps; 0: in none.
+        is_driver: Returns whether this router drives the group, or is about to.
         on_tick: Called with the time, on the event loop's clock, when silences are to be judged.
-        on_news: Called when an executor beats that did not before.
+        on_news: Called when an executor beats that did not before, or another router drives it no more.
 
     Attributes:
+        num_standbys: By address, how many routers attend it that do not drive it.
         without_beats: Addresses of executors that have no such call: they are of an older release.
     """
 
@@ -64,12 +68,16 @@ class Attendance:
         self,
         suspicion: Suspicion,
         *,
+        router_id: bytes,
         epoch: Callable[[str], int],
+        is_driver: Callable[[], bool],
         on_tick: Callable[[float], None],
         on_news: Callable[[], None],
     ) -> None:
         self._suspicion = suspicion
+        self._router_id = router_id
         self._epoch = epoch
+        self._is_driver = is_driver
         self._on_tick = on_tick
         self._on_news = on_news
         self._loop = asyncio.get_running_loop()
@@ -78,6 +86,8 @@ class Attendance:
         self._timer: asyncio.TimerHandle | None = None  # of the next tick
         self._tick_time = self._beat_time = self._step_time = -BEAT_S
         self.without_beats: set[str] = set()
+        self.num_standbys: dict[str, int] = {}
+        self._held: set[str] = set()  # addresses of those that another router drives
 
     def attend(self, address: str, channel: grpc.aio.Channel) -> None:
         """Sees to it that an executor is attended over this channel, until `leave` or `close`."""
@@ -101,6 +111,8 @@ class Attendance:
         if attended is not None and attended.task is not None:
             attended.task.cancel()
         self.without_beats.discard(address)
+        self.num_standbys.pop(address, None)
+        self._held.discard(address)
         self._suspicion.forget(address)
 
     def close(self) -> None:
@@ -150,6 +162,7 @@ class Attendance:
                 attended.due = asyncio.Event()
                 due.set()  # or gRPC's task would wait for it for ever
             self._suspicion.note_end(address)
+            self.num_standbys.pop(address, None)
             if code is grpc.StatusCode.UNIMPLEMENTED:
                 if address not in self.without_beats:
                     log.warning("executor_without_beats", executor=address)
@@ -168,7 +181,9 @@ class Attendance:
             await due.wait()
 
     def _beat_to(self, address: str) -> bytes:
-        request = pb.AttendRequest(router_id=ROUTER_ID, epoch=self._epoch(address))
+        request = pb.AttendRequest(
+            router_id=self._router_id, epoch=self._epoch(address), is_driver=self._is_driver()
+        )
         return request.SerializeToString()
 
     async def _listen(
@@ -202,5 +217,12 @@ class Attendance:
             quiet_s=told.quiet_ms / 1000,
         )
         self.without_beats.discard(address)
-        if self._suspicion.note_beat(address, now, beat):
+        self.num_standbys[address] = told.num_standbys
+        was_held = address in self._held
+        if is_held(told.driver.silent_ms, has_stream=told.driver.has_stream):
+            self._held.add(address)
+        else:
+            self._held.discard(address)
+        is_there = self._suspicion.note_beat(address, now, beat)
+        if is_there or (was_held and address not in self._held):
             self._on_news()

@@ -24,6 +24,7 @@ from google.protobuf.message import DecodeError
 
 from protos.executor.epochs import MAX_EPOCH_LEAP
 from protos.executor.grammars import MAX_PROBLEM_BYTES
+from protos.executor.lease import is_held
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1.executor_pb2_grpc import ExecutorServiceStub
 from protos.serving.v1 import serving_pb2 as serving
@@ -39,9 +40,10 @@ from router.errors import (
     ExecutorLost,
     ExecutorUnfit,
     GroupGrows,
+    GroupHeld,
     ReasonUnknown,
 )
-from router.executors.attendance import ATTEND, MAX_BEAT_BYTES, Attendance
+from router.executors.attendance import ATTEND, MAX_BEAT_BYTES, ROUTER_ID, Attendance
 from router.executors.description_bounds import MAX_INSTANCE_ID_LEN, problem_of
 from router.executors.discovery import FindAddresses
 from router.executors.elastic import (
@@ -145,6 +147,7 @@ class ExecutorGroup:
         settings: What the operator said.
         opener: Opens channels; None is plain text, and no token.
         strength: How many executors are in it; None: it is not elastic, and all of them are.
+        router_id: Of this router: who has taken the executors keeps others out.
 
     Attributes:
         deadline: Says how long a step may take, from its sending or the answer before it.
@@ -156,6 +159,7 @@ class ExecutorGroup:
         settings: GroupSettings,
         opener: ChannelOpener | None = None,
         strength: Strength | None = None,
+        router_id: bytes = ROUTER_ID,
     ) -> None:
         self._opener = opener or ChannelOpener()
         self._settings = settings
@@ -179,8 +183,12 @@ class ExecutorGroup:
         self._asking: asyncio.Task[None] | None = None  # why this epoch is over
         self._loss: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._suspicion = Suspicion(settings.silent_after_ms / 1000)
+        self._router_id = router_id
+        self._is_driver = False  # from before executors are taken until they are another router's
         self._attendance = Attendance(
             self._suspicion,
+            router_id=router_id,
+            is_driver=lambda: self._is_driver,
             epoch=lambda address: self._epoch if address in self._driven else 0,
             on_tick=self._judge,
             on_news=self._note_news,
@@ -206,12 +214,16 @@ class ExecutorGroup:
     async def form(self) -> GroupInfo:
         """Brings all executors into a new epoch. See engine.Executors."""
         self._leave_epoch()
+        self._is_news.clear()
         forming = asyncio.ensure_future(self._form())
         try:
             await asyncio.wait((forming, self._loss), return_when=asyncio.FIRST_COMPLETED)
             if not forming.done():  # an executor has fallen silent
                 self._loss.result()
             return forming.result()
+        except GroupHeld:
+            self._is_driver = False
+            raise
         finally:
             forming.cancel()
             await asyncio.wait((forming,))
@@ -222,6 +234,7 @@ class ExecutorGroup:
         await self._connect(addresses)
         members = await self._describe_all()
         await self._connect(addresses)  # anew, to those that have turned out to have no beats
+        self._check_held(members)
         formation = None
         if self._policy is not None:
             candidates = [candidate_of(member) for member in members]
@@ -231,6 +244,7 @@ class ExecutorGroup:
         check_group(members)
         self._recognise(members)
         self._check_lead(members)
+        self._is_driver = True
         self._epoch = 1 + max(self._epoch, *(member.description.epoch for member in members))
         info = describe_group(members, self._epoch, self._settings.model_name)
         await _all([self._bring_up(member) for member in members])
@@ -398,8 +412,7 @@ class ExecutorGroup:
         return self._policy.may_try_suspects(self._clock(), len(self._spares.states))
 
     async def news(self) -> None:
-        """Returns when an executor beats that did not. See engine.Executors."""
-        self._is_news.clear()
+        """Returns when there is news since `form` was called. See engine.Executors."""
         await self._is_news.wait()
 
     def _note_news(self) -> None:
@@ -415,6 +428,12 @@ class ExecutorGroup:
     def spares(self) -> Mapping[str, SpareState]:
         """Returns the executors that answer and are not in an elastic group, by address."""
         return {} if self._spares is None else self._spares.states
+
+    @property
+    def num_standbys(self) -> int:
+        """Routers that every executor sees standing by. See engine.Executors."""
+        told = self._attendance.num_standbys
+        return min((told.get(member.address, 0) for member in self._members), default=0)
 
     def members(self) -> list[MemberStatus]:
         """Returns what beats tell of each executor. See engine.Executors."""
@@ -468,6 +487,8 @@ class ExecutorGroup:
             error: Why it ended, as far as that is known.
         """
         self._end_streams()  # or the others would wait in a collective for the one that left
+        if isinstance(error, GroupHeld):
+            self._is_driver = False
         if isinstance(error, ExecutorLied):
             error = self._leave_out(member, str(error))
         if isinstance(error, ReasonUnknown):
@@ -649,12 +670,25 @@ class ExecutorGroup:
                 f"router know",
             )
 
+    def _check_held(self, members: Sequence[Member]) -> None:
+        """Does nothing if this router may take all members.
+
+        Raises:
+            GroupHeld: Another router drives one of them.
+        """
+        for member in members:
+            driver = member.description.driver
+            if driver.router_id != self._router_id and is_held(
+                driver.silent_ms, has_stream=driver.has_stream
+            ):
+                raise _held_by(driver.router_id.hex())
+
     async def _bring_up(self, member: Member) -> None:
         """Takes a member to within a leap of the epoch, by as many Prepares as it takes."""
         seen = member.description.epoch
         while self._epoch - seen > MAX_EPOCH_LEAP:
             seen += MAX_EPOCH_LEAP
-            prepare = pb.PrepareRequest(epoch=seen)
+            prepare = pb.PrepareRequest(epoch=seen, router_id=self._router_id)
             timeout_s = self._settings.form_timeout_s
             stub = self._stubs[member.address]
             await _answer(stub.Prepare(prepare, timeout=timeout_s), f"Prepare of {member}")
@@ -662,7 +696,7 @@ class ExecutorGroup:
     async def _prepare(self, first: Member, secret: bytes) -> str:
         """Has the first member open the epoch's store. Returns the address."""
         call = self._stubs[first.address].Prepare(
-            pb.PrepareRequest(epoch=self._epoch, secret=secret),
+            pb.PrepareRequest(epoch=self._epoch, secret=secret, router_id=self._router_id),
             timeout=self._settings.form_timeout_s,
         )
         return (await _answer(call, f"Prepare of {first}")).store_address
@@ -670,7 +704,11 @@ class ExecutorGroup:
     async def _join(self, members: Sequence[Member]) -> dict[str, str]:
         """Joins all members. Returns by address which KV each has."""
         secret = secrets.token_bytes(SECRET_BYTES)  # kept by nobody once the group has formed
-        address = members[0].description.store_address or await self._prepare(members[0], secret)
+        first = members[0].description
+        address = first.store_address
+        if not address or first.driver.router_id != self._router_id:
+            # Of two routers that would take the group, one gets its first member.
+            address = await self._prepare(members[0], secret) or address
         peer_hosts = [member.description.peer_host for member in members]
 
         async def join(member: Member) -> pb.JoinResponse:
@@ -680,6 +718,7 @@ class ExecutorGroup:
                 store_address=address,
                 secret=secret,
                 peer_hosts=peer_hosts,
+                router_id=self._router_id,
                 kv_id=kv_id if kv_id == self._kv_ids.get(member.address) else "",
                 placement=member.placement,
             )
@@ -743,11 +782,19 @@ def _names(members: Sequence[Member]) -> str:
     return ", ".join(map(str, members))
 
 
+def _held_by(router_id: str) -> GroupHeld:
+    name = f"router {router_id[:8]}" if router_id else "a router of an older release"
+    return GroupHeld(f"{name} drives its executors")
+
+
 async def _answer(call: Awaitable[T], name: str) -> T:
     try:
         answer = await call
     except grpc.aio.AioRpcError as error:
-        reason = error_details(error).reason or error.code().name
+        details = error_details(error)
+        reason = details.reason or error.code().name
+        if reason == "HELD":
+            raise _held_by(details.metadata.get("router_id", "")) from error
         kind = ExecutorUnfit if reason in UNFIT else ExecutorLost
         raise kind(f"{name} failed: {reason}: {error.details()}") from error
     if answer is None:  # as gRPC has it of bytes that are no message

@@ -14,12 +14,23 @@ from google.protobuf.message import DecodeError
 from protos.executor.v1 import executor_pb2 as pb
 from protos.settings import above, setting
 from protos.transport.error_details import error_details
-from router.errors import ExecutorGone, ExecutorLeft, ExecutorLied, ExecutorLost, ReasonUnknown
+from router.errors import (
+    ExecutorGone,
+    ExecutorLeft,
+    ExecutorLied,
+    ExecutorLost,
+    GroupHeld,
+    ReasonUnknown,
+)
 from router.scheduling.step import Agreement, StepSettings
 
 # Errors by the reason of a stream's end; any other is ExecutorLost. A step also fails when another
-# executor leaves.
-KINDS = {"SHUTTING_DOWN": ExecutorLeft, "STEP_FAILED": ReasonUnknown}
+# executor leaves; an epoch that this router has not begun is another's.
+KINDS = {
+    "SHUTTING_DOWN": ExecutorLeft,
+    "STEP_FAILED": ReasonUnknown,
+    "STALE_EPOCH": GroupHeld,
+}
 UNREASONED = {  # ends by gRPC's own codes, without a word of the executor's
     grpc.StatusCode.INTERNAL: ReasonUnknown,
     grpc.StatusCode.UNAVAILABLE: ExecutorGone,

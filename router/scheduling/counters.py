@@ -280,6 +280,7 @@ class GroupTotals:
         is_lost: Whether the last one was lost, and the group has not formed since.
         faults: "lied": executors that said what cannot be; "unexpected": errors of this router.
         suspicions: Executors that fell silent, by what came of it: "cleared", "lost", "false".
+        num_takeovers: Times the group was taken from another router.
         drafts: What came of drafts.
         decisions: Steps with prompts bound, by what was done about these, see Why.
         num_late_plans: See PlanLead; likewise the one that follows.
@@ -298,6 +299,7 @@ class GroupTotals:
     is_lost: bool
     faults: dict[str, int]
     suspicions: dict[str, int]
+    num_takeovers: int
     queue_s: Histogram
     first_token_s: Histogram
     inter_token_s: Histogram
@@ -328,6 +330,7 @@ class GroupMeasures:
         recovery_s: From the loss of an epoch to the next one's beginning.
         faults: See GroupTotals; likewise the one that follows.
         suspicions: Counted by who watches the executors.
+        num_takeovers: See GroupTotals.
         kept_kv: What was computed before losses.
     """
 
@@ -335,6 +338,7 @@ class GroupMeasures:
         self.kept_kv = KeptKV()
         self.faults = Counter({"lied": 0, "unexpected": 0})
         self.suspicions = Counter[str]()
+        self.num_takeovers = 0
         self.times = StepTimes()
         self.costs = StepCosts()
         self.lead = PlanLead()
@@ -393,6 +397,7 @@ class GroupMeasures:
             is_lost=self._is_lost,
             faults=dict(self.faults),
             suspicions=dict(self.suspicions),
+            num_takeovers=self.num_takeovers,
             queue_s=self.queue_s.copy(),
             first_token_s=self.first_token_s.copy(),
             inter_token_s=self.inter_token_s.copy(),

@@ -160,6 +160,8 @@ class _GroupStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GroupState
     """Its executors do not fit together, so that it cannot form before somebody changes and restarts
     them; `problem` names the settings.
     """
+    GROUP_STATE_STANDBY: _GroupState.ValueType  # 4
+    """Another router drives it: this one waits, and takes it when that one is gone. `problem` names it."""
 
 class GroupState(_GroupState, metaclass=_GroupStateEnumTypeWrapper):
     """What a group is doing."""
@@ -174,6 +176,8 @@ GROUP_STATE_MISMATCHED: GroupState.ValueType  # 3
 """Its executors do not fit together, so that it cannot form before somebody changes and restarts
 them; `problem` names the settings.
 """
+GROUP_STATE_STANDBY: GroupState.ValueType  # 4
+"""Another router drives it: this one waits, and takes it when that one is gone. `problem` names it."""
 Global___GroupState: _TypeAlias = GroupState  # noqa: Y015
 
 @_typing.final
@@ -1750,6 +1754,7 @@ class GetStatusResponse(_message.Message):
     NUM_LIVE_REQUESTS_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     NUM_RESUMED_REQUESTS_FIELD_NUMBER: _builtins.int
+    ROUTER_ID_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of the router."""
     model: _builtins.str
@@ -1762,6 +1767,8 @@ class GetStatusResponse(_message.Message):
     """Requests that wait or run."""
     num_resumed_requests: _builtins.int
     """Requests that were resumed here after their calls had broken off, so far."""
+    router_id: _builtins.str
+    """In hexadecimal, random at each start: executors and other routers name it so."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupStatus]:
         """Every group, by number."""
@@ -1781,10 +1788,11 @@ class GetStatusResponse(_message.Message):
         num_live_requests: _builtins.int = ...,
         events: _abc.Iterable[Global___Event] | None = ...,
         num_resumed_requests: _builtins.int = ...,
+        router_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "groups", b"groups", "is_draining", b"is_draining", "is_ready", b"is_ready", "model", b"model", "num_live_requests", b"num_live_requests", "num_resumed_requests", b"num_resumed_requests", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "groups", b"groups", "is_draining", b"is_draining", "is_ready", b"is_ready", "model", b"model", "num_live_requests", b"num_live_requests", "num_resumed_requests", b"num_resumed_requests", "router_id", b"router_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1806,7 +1814,7 @@ class Event(_message.Message):
     TIME_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name in the log: "group_ready", "group_left", "group_lost", "group_not_formed",
-    "request_failed", "requests_moved", "draining" or "refusing_requests".
+    "group_standby", "request_failed", "requests_moved", "draining" or "refusing_requests".
     """
     level: _builtins.str
     """Its level in the log: "info", "warning" or "error"."""
@@ -1925,6 +1933,7 @@ class GroupStatus(_message.Message):
     HISTORY_FIELD_NUMBER: _builtins.int
     FLOWS_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
+    NUM_STANDBYS_FIELD_NUMBER: _builtins.int
     group: _builtins.int
     """Its number."""
     state: Global___GroupState.ValueType
@@ -1943,6 +1952,8 @@ class GroupStatus(_message.Message):
     """Tokens per KV block. 0 before the first forming."""
     max_num_seqs: _builtins.int
     """Sequences that each rank runs at most. 0 before the first forming."""
+    num_standbys: _builtins.int
+    """Routers that would take it if this one were gone; 0 while it stands by itself."""
     @_builtins.property
     def last_step_age(self) -> _duration_pb2.Duration:
         """Since the last commit. Absent before the first."""
@@ -1999,10 +2010,11 @@ class GroupStatus(_message.Message):
         history: Global___History | None = ...,
         flows: _abc.Iterable[Global___FlowStatus] | None = ...,
         members: _abc.Iterable[Global___MemberStatus] | None = ...,
+        num_standbys: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "last_step_age", b"last_step_age", "speculation", b"speculation", "step_cost", b"step_cost"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "epoch", b"epoch", "flows", b"flows", "graphs", b"graphs", "group", b"group", "history", b"history", "last_step_age", b"last_step_age", "max_num_seqs", b"max_num_seqs", "members", b"members", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "problem", b"problem", "ranks", b"ranks", "speculation", b"speculation", "state", b"state", "step", b"step", "step_cost", b"step_cost"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "epoch", b"epoch", "flows", b"flows", "graphs", b"graphs", "group", b"group", "history", b"history", "last_step_age", b"last_step_age", "max_num_seqs", b"max_num_seqs", "members", b"members", "num_standbys", b"num_standbys", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "problem", b"problem", "ranks", b"ranks", "speculation", b"speculation", "state", b"state", "step", b"step", "step_cost", b"step_cost"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -54,6 +54,7 @@ class TimerExecutors:
         self._end = 0.0
         self._ends: deque[float] = deque()
         self.suspicions = Counter[str]()
+        self.num_standbys = 0
 
     wants_border = False
 

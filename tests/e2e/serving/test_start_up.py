@@ -123,7 +123,7 @@ async def test_no_link_is_printed_to_a_status_page_that_is_switched_off(
     monkeypatch: pytest.MonkeyPatch, setting: str, page: str
 ):
     stack = LocalStack()
-    stack.router = AsyncMock(event=AsyncMock(return_value={"address": "127.0.0.1:9"}))
+    stack.routers = [AsyncMock(event=AsyncMock(return_value={"address": "127.0.0.1:9"}))]
     monkeypatch.setenv("LOCKSTEP_ROUTER_STATUS_PAGE", setting)
     assert await stack.status_page() == page
 

@@ -138,6 +138,7 @@ async def test_beats_end_with_the_process_and_do_not_begin_before_it_has_loaded(
     worker, client = fake
     call = await attended(client)
     await call.read()
+    await call.read()  # a router came: this one
     await worker.servicer.stop()
     assert await reason_of(call) == "SHUTTING_DOWN"
     async with serving(None) as (_, loading):

@@ -12,16 +12,14 @@ from structlog.testing import capture_logs
 
 from protos.executor.v1 import executor_pb2 as pb
 from protos.serving.v1 import serving_pb2
-from router.engine.engine import Engine, EngineSettings, Executors
+from router.engine.engine import Engine
 from router.engine.engines import Engines
 from router.errors import ExecutorFailed, ExecutorGone, GroupMismatch
-from router.requests.request import Listeners
-from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.step import GroupInfo, InFlight, StepResult
 from tests.router.support.fake_executors import FakeExecutors
 from tests.router.support.peers import Peers, run_group
-from tests.router.support.running_engines import complete
+from tests.router.support.running_engines import complete, two_groups
 from tests.router.support.stepper import make_shape
 from tests.support.virtual_clock import on_virtual_clock
 
@@ -31,35 +29,6 @@ def logs() -> Iterator[list[Any]]:
     """What was logged, and not printed: the tracebacks would take most of the time."""
     with capture_logs() as logs:
         yield logs
-
-
-@asynccontextmanager
-async def two_groups(
-    *groups: Executors, retry_delay_s: float = 0.01
-) -> AsyncIterator[tuple[Engines, list[Engine]]]:
-    """Engines that run, whose requests go to another group at once when theirs is lost."""
-    engines = Engines(Listeners(max_listeners=50), failover_after_s=0)
-    settings = EngineSettings(retry_delay_s=retry_delay_s, min_chunk_tokens=1)
-    by_group = [
-        Engine(
-            number,
-            group,
-            WaitingQueue(max_sequences=50, max_tokens=1000),
-            engines.listeners,
-            settings,
-            on_end=engines.on_end,
-        )
-        for number, group in enumerate(groups)
-    ]
-    engines.drive(by_group)
-    tasks = [asyncio.create_task(engine.run()) for engine in by_group]
-    try:
-        yield engines, by_group
-        assert not any(task.done() for task in tasks), "the router would have ended"
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def until(condition: Callable[[], bool], period_s: float = 0.001) -> None:

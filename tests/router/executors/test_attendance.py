@@ -19,23 +19,15 @@ from router.executors.group import ExecutorGroup, GroupSettings
 from router.executors.suspicion import MIN_SILENT_AFTER_MS, MemberState, Suspicion
 from tests.router.support.peers import (
     FORM_TIMEOUT_S,
+    WATCHFUL,
     Peer,
     Peers,
     plan_step,
     run_group,
     run_step,
+    until,
 )
 from tests.support.virtual_clock import on_virtual_clock
-
-WATCHFUL = GroupSettings(
-    step_timeout_s=120, min_step_deadline_s=120, silent_after_ms=MIN_SILENT_AFTER_MS
-)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(FORM_TIMEOUT_S):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def state(executors: ExecutorGroup, number: int) -> MemberState:
@@ -94,7 +86,14 @@ class Fake:
 
 
 def attendance_of(epoch: Callable[[str], int]) -> Attendance:
-    return Attendance(Suspicion(0.45), epoch=epoch, on_tick=lambda now: None, on_news=lambda: None)
+    return Attendance(
+        Suspicion(0.45),
+        router_id=ROUTER_ID,
+        epoch=epoch,
+        is_driver=lambda: True,
+        on_tick=lambda now: None,
+        on_news=lambda: None,
+    )
 
 
 def go_on(peer: Peer) -> None:

@@ -70,6 +70,9 @@ class FakeEngines:
     def begin_drain(self, **_: float) -> None:
         self.is_draining = True
 
+    async def hand_over(self) -> bool:
+        return False
+
     def block_logs(self) -> list[BlockLog | None]:
         return self.logs
 

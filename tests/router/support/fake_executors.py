@@ -106,6 +106,7 @@ class FakeExecutors:
         self.num_epochs = 0
         self.num_losses = 0
         self.suspicions = Counter[str]()
+        self.num_standbys = 0
         self.plans: list[StepPlan] = []
         self.num_lost_alone: Counter[LiveSequence] = Counter()
         self._rng = rng

@@ -11,12 +11,14 @@ import grpc
 import numpy as np
 
 from protos.executor.epochs import MAX_EPOCH_LEAP
+from protos.executor.lease import is_held
 from protos.executor.step_checksums import agreement_crc32, part_crc32
 from protos.executor.v1 import executor_pb2 as pb
 from protos.transport.errors import RpcError, abort_on_error
 from router.executors.discovery import find_addresses
 from router.executors.elastic import Strength
 from router.executors.group import ExecutorGroup, GroupSettings
+from router.executors.suspicion import MIN_SILENT_AFTER_MS
 from router.scheduling.step import InFlight
 from tests.router.support.fake_engines import listening
 from tests.router.support.stepper import Stepper, make_shape
@@ -24,6 +26,9 @@ from tests.router.support.stepper import Stepper, make_shape
 SERVICE = pb.DESCRIPTOR.services_by_name["ExecutorService"].full_name
 FORM_TIMEOUT_S = 120.0
 NEVER_LATE = GroupSettings(step_timeout_s=120, min_step_deadline_s=120, silent_after_ms=0)
+WATCHFUL = GroupSettings(
+    step_timeout_s=120, min_step_deadline_s=120, silent_after_ms=MIN_SILENT_AFTER_MS
+)
 BEAT_S = 0.02  # of these executors: more often than any that a router would suspect
 
 
@@ -36,6 +41,7 @@ JoinFailed = error_of(grpc.StatusCode.UNAVAILABLE, "JOIN_FAILED")
 StepFailed = error_of(grpc.StatusCode.INTERNAL, "STEP_FAILED")  # also for want of another
 StaleEpoch = error_of(grpc.StatusCode.FAILED_PRECONDITION, "STALE_EPOCH")
 InvalidEpoch = error_of(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_EPOCH")
+Held = error_of(grpc.StatusCode.FAILED_PRECONDITION, "HELD")
 Stopping = error_of(grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN")
 Gone = error_of(grpc.StatusCode.UNAVAILABLE, "")  # of a call that reaches nobody
 
@@ -81,6 +87,8 @@ class Peer:
         placements: What Joins said of its place.
         staged: What Stage was called with.
         resident: [num_slots] experts that it holds; -1: none.
+        driver: The router that took it last; others may as soon as that has no stream.
+        num_standbys: Told with its beats.
 
     Args:
         has_beats: Whether there is a method Attend.
@@ -104,6 +112,8 @@ class Peer:
         self.may_beat = asyncio.Event()
         self.may_beat.set()
         self.waits = False
+        self.driver = pb.Driver()
+        self.num_standbys = 0
         self._has_beats = has_beats
         self.place = (dp_rank, attn_tp_rank)
         self.steps: list[bytes] = []
@@ -146,6 +156,7 @@ class Peer:
             instance_id=self.instance_id,
             kv_id=self.kv_id,
             epoch=self.newest,
+            driver=self.driver,
         )
         if self.resident:
             described.capability.min_dp_size, described.capability.max_dp_size = 1, 8
@@ -157,12 +168,14 @@ class Peer:
 
     async def prepare(self, request: pb.PrepareRequest, context: Any) -> pb.PrepareResponse:
         async with abort_on_error(context):
+            self._take(request.router_id)
             self.advance(request.epoch, least=self.newest + 1)
         self.prepared.append(request.epoch)
         return pb.PrepareResponse(store_address="127.0.0.1:1")
 
     async def join(self, request: pb.JoinRequest, context: Any) -> pb.JoinResponse:
         async with abort_on_error(context):
+            self._take(request.router_id)
             self.advance(request.epoch, least=self.newest)
             self.joined.append(request.epoch)
             self.store_address = request.store_address
@@ -187,6 +200,13 @@ class Peer:
         self.staged.append(request.placement)
         self._load(request.placement)
         yield pb.StageResponse(bytes_done=1, bytes_total=1)
+
+    def _take(self, router_id: bytes) -> None:
+        driver = self.driver
+        is_here = is_held(driver.silent_ms, has_stream=driver.has_stream)
+        if is_here and driver.router_id != router_id:
+            raise Held("it has a driver", metadata={"router_id": self.driver.router_id.hex()})
+        self.driver = pb.Driver(router_id=router_id, has_stream=True)
 
     def advance(self, epoch: int, *, least: int) -> None:
         """Takes note of an epoch, from wherever it comes."""
@@ -242,7 +262,11 @@ class Peer:
                 await self.may_beat.wait()
                 epoch = self.joined[-1] if self.joined else 0
                 beat = pb.AttendResponse(
-                    instance_id=self.instance_id, epoch=epoch, waits_for_peers=self.waits
+                    instance_id=self.instance_id,
+                    epoch=epoch,
+                    waits_for_peers=self.waits,
+                    driver=self.driver,
+                    num_standbys=self.num_standbys,
                 )
                 await context.write(beat)
                 await asyncio.sleep(BEAT_S)
@@ -388,3 +412,9 @@ def plan_step(dp_size: int) -> InFlight:
     plan = world.plan()
     assert plan is not None
     return InFlight(plan, 0.0, 0.0)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(FORM_TIMEOUT_S):
+        while not condition():
+            await asyncio.sleep(0.001)

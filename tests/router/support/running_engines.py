@@ -75,3 +75,32 @@ async def complete(
         await request.listener.wait()
     engines.listeners.close(request.listener)
     return request
+
+
+@asynccontextmanager
+async def two_groups(
+    *groups: Executors, retry_delay_s: float = 0.01
+) -> AsyncIterator[tuple[Engines, list[Engine]]]:
+    """Engines that run, whose requests go to another group at once when theirs is lost."""
+    engines = Engines(Listeners(max_listeners=50), failover_after_s=0)
+    settings = EngineSettings(retry_delay_s=retry_delay_s, min_chunk_tokens=1)
+    by_group = [
+        Engine(
+            number,
+            group,
+            WaitingQueue(max_sequences=50, max_tokens=1000),
+            engines.listeners,
+            settings,
+            on_end=engines.on_end,
+        )
+        for number, group in enumerate(groups)
+    ]
+    engines.drive(by_group)
+    tasks = [asyncio.create_task(engine.run()) for engine in by_group]
+    try:
+        yield engines, by_group
+        assert not any(task.done() for task in tasks), "the router would have ended"
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

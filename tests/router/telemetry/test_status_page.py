@@ -64,6 +64,7 @@ async def test_numbers_that_are_0_are_there_too() -> None:
         "is_draining": False,
         "num_live_requests": 0,
         "num_resumed_requests": "0",
+        "router_id": "",
     }
 
 
