@@ -51,6 +51,7 @@ CHUNK_BYTES = 64 * 1024  # of the tokenizer's archive in one message
 ABORT_GRACE_S = 1.0
 MAX_FLUSH_WAIT_S = 600.0  # for requests to end, before the cache is flushed
 FLUSH_POLL_S = 0.02
+FLUSH_GRACE_S = 5.0  # for steps in flight that run what has ended: they hold its blocks
 
 TOKENIZER_FILE = "tokenizer.json"
 # What stands beside tokenizer.json in a checkpoint and says how text is made and read.
@@ -200,6 +201,11 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         while self._engines.num_live and loop.time() < deadline:
             await asyncio.sleep(FLUSH_POLL_S)
         num_dropped, num_left = self._engines.flush_cache()
+        deadline = loop.time() + FLUSH_GRACE_S
+        while num_left and not self._engines.num_live and loop.time() < deadline:
+            await asyncio.sleep(FLUSH_POLL_S)
+            num_more, num_left = self._engines.flush_cache()
+            num_dropped += num_more
         message = f"{num_dropped} blocks dropped"
         if num_left:
             message += (

@@ -24,9 +24,10 @@ from router.scheduling.step import sequence_capacity
 from tests.router.support.block_table import NAME_BYTES, BlockTable
 from tests.router.support.calls import failure
 from tests.router.support.fake_engines import FakeEngines
+from tests.router.support.fake_rank import expected_output
 from tests.router.support.running_engines import complete, running
 from tests.router.support.stepper import Stepper, make_shape
-from tests.router.support.vllm_calls import connected
+from tests.router.support.vllm_calls import answers, connected, generate
 
 SALTS = [b"a" * 16, b"b" * 16]
 
@@ -237,11 +238,37 @@ async def test_what_was_flushed_is_computed_again():
     assert missed.sequences[0].progress.num_cached_tokens == 0
 
 
+async def test_blocks_of_an_answer_are_used_until_no_step_in_flight_runs_it():
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    [*_, stop] = expected_output(prompt, 3, ())
+    async with running() as engines:
+        request = await complete(engines, "a", prompt, max_tokens=20, stop_token_ids=(stop,))
+        assert (request.is_live, engines.num_live) == (False, 0)
+        _, num_left = engines.flush_cache()
+        assert num_left > 0
+        while any(rank.num_running for rank in engines.status()[0].ranks):
+            await asyncio.sleep(0)
+        assert engines.flush_cache() == (num_left, 0)
+
+
+async def test_a_flush_waits_for_steps_that_run_what_has_ended(monkeypatch: pytest.MonkeyPatch):
+    engines = FakeEngines()
+    flushes = [(5, 2), (0, 2), (2, 0)]
+    monkeypatch.setattr(engines, "flush_cache", lambda: flushes.pop(0))
+    async with connected(engines) as stub:
+        answer = await stub.FlushCache(pb.FlushCacheRequest())
+    assert (answer.success, answer.message, flushes) == (True, "7 blocks dropped", [])
+
+
 async def test_a_flush_waits_for_requests_and_says_what_they_keep():
     engines = FakeEngines()
     async with connected(engines) as stub:
         engines.flushed = (5, 2)
+        call = stub.Generate(generate())
+        request = await engines.arrivals.get()
         answer = await stub.FlushCache(pb.FlushCacheRequest(timeout_s=0.01))
+        engines.finish(request.sequences[0])
+        await answers(call)
         assert not answer.success
         assert answer.message.startswith(
             "5 blocks dropped; 2 stay, since running requests use them"
