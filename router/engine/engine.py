@@ -525,6 +525,8 @@ class Engine:
 
     def _lose_at_any_cost(self, error: Exception) -> None:
         """Takes the group out of service; sequences that cannot be kept fail."""
+        if self._late_error is not None:  # of a plan that nobody was sent, and no list of steps has
+            self._caches.drop()
         scheduler, self._late_error = self._scheduler, None
         try:
             self._lose(error)

@@ -10,11 +10,11 @@ from router.engine.engines import Engines
 from router.requests.request import Listeners, Request
 from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.plan_lead import MAX_LEAD_S, MIN_LEAD_S, PlanLead
-from router.scheduling.step import StepPlan
+from router.scheduling.step import InFlight, StepPlan
 from tests.router.support.fake_executors import FakeExecutors
 from tests.router.support.requests import make_request
 from tests.router.support.running_engines import KnownCosts, drive_group, stepping
-from tests.router.support.stepper import make_shape
+from tests.router.support.stepper import assert_right, make_shape
 from tests.support.virtual_clock import on_virtual_clock
 
 STEP_S = 0.05
@@ -111,6 +111,35 @@ async def test_an_error_in_a_late_plan_is_a_loss_of_the_group(
         assert engine.measures.faults["unexpected"] == 1
         assert request.sequences[0].error is None
         assert engine.status().epoch == 2
+
+
+@on_virtual_clock
+async def test_what_a_late_plan_names_is_not_believed_where_it_was_never_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though the group is lost for another reason meanwhile."""
+    engines = Engines(Listeners(8))
+    engine = engine_of(engines, Even())
+    executors = engine._executors
+    assert isinstance(executors, FakeExecutors)
+    async with stepping(engine):
+        request = submit(engines, "a", 100)
+        await asyncio.sleep(20.5 * STEP_S)
+        late = make_request([*range(1, 33)], engines.listeners.open(), 8, request_id="b")
+
+        def fail(_: InFlight) -> None:
+            monkeypatch.undo()
+            executors.kill(0.0)
+            raise ZeroDivisionError("it cannot be sent")
+
+        monkeypatch.setattr(executors, "send", fail)
+        connection_is_lost = random.Random(2)  # and no KV
+        monkeypatch.setattr(executors, "_rng", connection_is_lost)
+        engines.submit(late)
+        await end_of(late)
+        await end_of(request)
+        assert engine.status().epoch == 2
+        assert_right(late, request)
 
 
 def test_the_lead_grows_when_plans_come_late_and_shrinks_when_they_lie_ready() -> None:
