@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+MAX_WEIGHT = 1e6  # and as much below 1: counters of flows keep apart what is far apart
 RELOAD_S = 1.0  # the file is looked at so often at most, since every request asks
 
 
@@ -54,7 +55,10 @@ def read_flow_limits(path: Path) -> Mapping[str, FlowLimits]:
             raise ValueError(
                 f"{path}, line {number}: need NAME and any of {', '.join(_TYPES)}, such as weight=2"
             ) from None
-        if not 0 < values.get("weight", 1.0) < float("inf") or name in limits:
-            raise ValueError(f"{path}, line {number}: a weight above 0, and one line for each flow")
+        if not 1 / MAX_WEIGHT <= values.get("weight", 1.0) <= MAX_WEIGHT or name in limits:
+            raise ValueError(
+                f"{path}, line {number}: need a weight from {1 / MAX_WEIGHT:g} to {MAX_WEIGHT:g}, and "
+                f"one line for each flow"
+            )
         limits[name] = FlowLimits(**values)  # type: ignore[arg-type]
     return limits

@@ -21,7 +21,7 @@ queueing, Goyal et al., SIGCOMM 1996.
 
 import heapq
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -152,13 +152,17 @@ class Line:
 
     Args:
         waiting: The sequences that wait. Those that are not there are passed over.
+        weight_of: Says a caller's weight.
 
     Attributes:
         plan: Number of the plan that is being made.
     """
 
-    def __init__(self, waiting: "Collection[Sequence]") -> None:
+    def __init__(
+        self, waiting: "Collection[Sequence]", weight_of: Callable[[Caller], float]
+    ) -> None:
         self._waiting = waiting
+        self._weight_of = weight_of
         self._flows: dict[Caller, Flow] = {}
         self._only: Flow | None = None  # while there is no second one
         self._counts: dict[str, FlowCounts] = {}
@@ -185,6 +189,7 @@ class Line:
                 self._forget_idle()
             number = self._free.pop() if self._free else len(self._by_number)
             flow = self._flows[caller] = Flow(number, self._level, self._counts_of(caller))
+            flow.weight = self._weight_of(caller)
             self._by_number[number:] = [flow, *self._by_number[number + 1 :]]
             if self._only is not None:
                 self._enter(self._only)

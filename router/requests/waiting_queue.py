@@ -73,7 +73,7 @@ class WaitingQueue:
         self._priority_step_s = priority_step_s
         self._callers = callers
         self._waiting: set[Sequence] = set()
-        self.line = Line(self._waiting)
+        self.line = Line(self._waiting, lambda caller: callers.limits_of(caller).weight)
         self.num_tokens = 0
         self._num_let_in = self._num_let_in_tokens = 0  # before, and limits are not for them
         self._num_resumed_tokens = 0

@@ -192,8 +192,28 @@ def test_a_line_of_the_limits_says_what_one_flow_gets(tmp_path: Path) -> None:
     assert admission.line.flow_of(OTHER).weight == 2.5
 
 
+def test_a_flow_has_its_weight_from_its_first_resumed_request_on(tmp_path: Path) -> None:
+    """As after a restart, when nobody sends new ones yet."""
+    file = tmp_path / "limits"
+    file.write_text("other weight=0.25\n")
+    callers = CallerSettings(flow_limits=file)
+    admission = WaitingQueue(max_sequences=10, max_tokens=100, callers=callers)
+    request = new_request(caller=OTHER)
+    request.attempt = 1
+    admission.submit(request)
+    assert request.sequences[0].flow.weight == 0.25
+
+
 @pytest.mark.parametrize(
-    "line", ["a weight", "a weight=0", "a wait=1", "a max_priority=x", "a\na", "a weight=nan"]
+    "line",
+    [
+        "a weight",
+        "a weight=0",
+        "a wait=1",
+        "a max_priority=x",
+        "a\na",
+        *[f"a weight={x}" for x in ("nan", "-1", "1e-300", "inf")],
+    ],
 )
 def test_a_line_that_makes_no_sense_is_named(line: str, tmp_path: Path) -> None:
     file = tmp_path / "limits"
