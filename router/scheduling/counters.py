@@ -119,7 +119,7 @@ class KeptKV:
     Attributes:
         num_found: Those whose KV the cache had as they were bound again.
         num_again: Those that are computed again, by what became of the rank's executors: "kept", where
-            only blocks that were not full, or were taken by others since, are, and "lost".
+            others have taken its blocks or its place since, and "lost".
     """
 
     def __init__(self) -> None:

@@ -96,6 +96,7 @@ class RankLoads:
         found: Mapping[int, CachedPrefix],
         *,
         goes_on: bool = False,
+        home: int | None = None,
     ) -> int | None:
         """Picks the rank on which a sequence has its first token soonest.
 
@@ -105,6 +106,8 @@ class RankLoads:
             found: Its prefix in the caches of the ranks that have any of it.
             goes_on: Whether it has output: after a loss many do at once, and what one computes again
                 holds up all the others, so it counts twice.
+            home: The rank that has its KV since before a loss: it goes on there if there is place, and
+                what little it has to run takes nobody's time.
 
         Returns:
             The rank; None if there is none that has a row, place in its pool, and time to run
@@ -117,6 +120,8 @@ class RankLoads:
             for rank, prefix in found.items():
                 fits[rank] = self._num_taken(rank, num_tokens, prefix) <= self._room[rank]
                 work[rank] -= (1 + goes_on) * len(prefix.blocks) * block_size
+        if home is not None and fits[home]:
+            return home
         self.is_stuck = not np.count_nonzero(fits)
         before = self._num_left
         if turn < self._last_turn:
@@ -140,7 +145,8 @@ class RankLoads:
 
     def _num_taken(self, rank: int, num_tokens: int, cached: CachedPrefix) -> int:
         """Returns blocks that a sequence would take from a rank's pool in all."""
-        num_unused = sum(map(self._pools[rank].num_unused, cached))
+        pool = self._pools[rank]
+        num_unused = pool.num_unused(cached.blocks) + pool.num_unused(cached.window_blocks)
         return num_unused + self._num_missing(num_tokens, len(cached.blocks))
 
     def add(self, rank: int, prompt: Prompt, num_held: int) -> None:

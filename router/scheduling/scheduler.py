@@ -48,6 +48,7 @@ from router.scheduling.kv.prefix_cache import (
     PrefixCache,
     Wanted,
     extend_block_hashes,
+    part_name,
 )
 from router.scheduling.kv.row_blocks import RowBlocks
 from router.scheduling.kv.salvage import salvage
@@ -142,6 +143,7 @@ class Scheduler:
         self._hold = Hold(settings, clock())
         self._held: _Held | None = None  # what the last step did not run
         self._goes_by_time = False
+        self._is_first_binding = True  # in this epoch
         self._prices = Prices(**self._measures.costs.plain.coefficients())
 
     def schedule(self) -> StepPlan | None:
@@ -367,6 +369,10 @@ class Scheduler:
         loads = RankLoads(
             self._shape, self.table, self._blocks.pools, prompts, num_decodes, chunk, self._prices
         )
+        if self._is_first_binding:
+            self._is_first_binding = False
+            if any(each.progress.has_kept_kv(self._kv_ids) for each in self._waiting):
+                self._bind_kept(loads)
         while (sequence := self._waiting.peek()) is not None:
             if self._waits_for_its_leader(sequence):
                 deferred.append(self._waiting.pop())
@@ -396,36 +402,75 @@ class Scheduler:
         num_rows = len(self.table.sequences)
         return num_rows - int(self.table.num_bound_rows.sum()) <= num_rows // ROWS_PER_KEPT
 
-    def _bind_to_best_rank(self, sequence: Sequence, loads: RankLoads) -> bool:
-        if self._is_kept_out(sequence):
+    def _bind_kept(self, loads: RankLoads) -> None:
+        """Binds what ranks have KV of since before a loss, until others take rows and blocks there."""
+        others = []
+        while (sequence := self._waiting.peek()) is not None:
+            if not self._bind_to_best_rank(sequence, loads, only_home=True):
+                others.append(self._waiting.pop())
+        for sequence in others:
+            self._waiting.push(sequence)
+
+    def _bind_to_best_rank(
+        self, sequence: Sequence, loads: RankLoads, *, only_home: bool = False
+    ) -> bool:
+        if not only_home and self._is_kept_out(sequence):
             loads.is_stuck = True
             return False
         num_tokens = len(sequence.tokens)  # once bound, its tokens are a whole row
         wanted = self._wanted_blocks(sequence)
         found = PrefixCache.find_in(self.caches, wanted)
+        home = self._find_home(sequence, wanted, found)
+        if only_home and home is None:
+            return False
         goes_on = sequence.num_output_tokens > 0
-        rank = loads.pick(self._turn(sequence), num_tokens, found, goes_on=goes_on)
-        if rank is None:
+        rank = loads.pick(self._turn(sequence), num_tokens, found, goes_on=goes_on, home=home)
+        if rank is None or (only_home and rank != home):
             return False
         cached = found.get(rank, NO_PREFIX)
         row = self._bind(self._waiting.pop(), rank, cached)
         loads.add(rank, self._prompt(row), len(cached.blocks))
         return True
 
-    def _wanted_blocks(self, sequence: Sequence) -> Wanted:
-        """Returns the blocks that it could share: all full ones but the last token's.
+    def _find_home(
+        self, sequence: Sequence, wanted: Wanted, found: dict[int, CachedPrefix]
+    ) -> int | None:
+        """Returns the rank that has KV of a sequence since before a loss, if one does.
 
-        None, where each prompt token is to be scored, or where KV may be what executors are lost by.
+        Adds to what was found there the block that the sequence had not filled.
         """
+        progress = sequence.progress
+        if not progress.has_kept_kv(self._kv_ids) or not self._may_find(sequence):
+            return None
+        home = self._kv_ids.index(progress.kv_id)
+        prefix = found.get(home, NO_PREFIX)
+        num_full, num_part = divmod(progress.num_computed_tokens, self._shape.block_size)
+        if num_part and num_full == len(prefix.blocks):
+            parent = wanted.hashes[num_full - 1] if num_full else sequence.request.cache_salt
+            end = progress.num_computed_tokens
+            name = part_name(parent, sequence.tokens[end - num_part : end])
+            prefix = self.caches[home].add_part(prefix, name, num_part)
+        if not len(prefix.blocks):
+            return None
+        found[home] = prefix
+        return home
+
+    @staticmethod
+    def _may_find(sequence: Sequence) -> bool:
+        """Whether none of its prompt tokens is to be scored, and KV is not what executors may be lost by."""
+        return not (sequence.needs_prompt_logprobs or is_last_suspect(sequence))
+
+    def _wanted_blocks(self, sequence: Sequence) -> Wanted:
+        """Returns the blocks that it could share: all full ones but the last token's."""
         hashes, tokens, block_size = sequence.block_hashes, sequence.tokens, self._shape.block_size
         salt, count = sequence.request.cache_salt, (len(tokens) - 1) // block_size
         if sequence.hashed_size != block_size:  # by another group
             hashes.clear()
             sequence.hashed_size = block_size
-        if sequence.needs_prompt_logprobs or is_last_suspect(sequence):
-            count = 0
-        else:
+        if self._may_find(sequence):
             extend_block_hashes(hashes, tokens, block_size, salt)
+        else:
+            count = 0
         return Wanted(hashes[:count], tokens, block_size, salt)
 
     def num_left_tokens(self, sequence: Sequence) -> int:
@@ -440,10 +485,9 @@ class Scheduler:
     def _bind(self, sequence: Sequence, rank: int, cached: CachedPrefix) -> int:
         """Gives a sequence a row of a rank, which it returns."""
         cache = self.caches[rank]
-        cache.pool.share(cached.blocks)
-        cache.pool.share(cached.window_blocks)
+        cache.use(cached)
         row, progress = self.table.bind(sequence, rank, cached), sequence.progress
-        num_cached = len(cached.blocks) * self._shape.block_size
+        num_cached = cached.num_tokens(self._shape.block_size)
         is_new = progress.start_time is None
         self._line.take(sequence, (sequence.num_tokens - num_cached) * is_new)
         self.table.flow[row] = sequence.flow.number

@@ -260,12 +260,14 @@ class SequenceTable:
         self.status[row] = RowStatus.EXTEND
         self.num_tokens[row] = self.num_extend[row] = num_tokens
         self.num_prompt[row] = sequence.num_prompt_tokens
-        self.num_computed[row] = num_cached * self.block_size
+        num_computed = cached.num_tokens(self.block_size)
+        self.num_computed[row] = num_computed
         self.max_len[row] = sequence.max_len
         self.max_computed[row] = self.max_len[row] - 1
         self.num_constrained += bool(request.grammar)
         self.min_len[row] = sequence.min_len
-        self.num_blocks[row] = self.num_named_blocks[row] = num_cached
+        self.num_blocks[row] = num_cached
+        self.num_named_blocks[row] = num_computed // self.block_size
         self.num_sent_blocks[row] = 0
         self.num_taken[row] = sequence.num_taken
         has_many_stop_ids = len(stop.stop_token_ids) > NUM_STOP_IDS

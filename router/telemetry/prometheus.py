@@ -216,7 +216,7 @@ GROUP_TOTALS: list[Metric[GroupTotals]] = [
            "on."),
     Metric("recomputed_tokens_total", "counter", ("executor",), lambda t: t.num_recomputed_tokens,
            "Those that had been computed and are again: where the rank lost an executor and its KV "
-           "(lost), and where not (kept), since they were in no full block or others took it meanwhile."),
+           "(lost), and where not (kept), since others took its blocks or its place meanwhile."),
 ]
 RANK_STATUS: list[Metric[pb.RankStatus]] = [
     Metric("running_sequences", "gauge", (), lambda r: r.num_running,

@@ -23,6 +23,7 @@ BlockHash = bytes
 
 NEW_HASH = blake2b(digest_size=16)
 WINDOW = b"w"  # at the end of a block's name: it holds the keys and values of windowed layers
+PART = b"p"  # likewise: of a block that is not full
 
 
 def extend_block_hashes(
@@ -42,16 +43,34 @@ def extend_block_hashes(
         hashes.append(parent)
 
 
+def part_name(parent: bytes, tokens: Int32Array) -> bytes:
+    """Returns the name of a block of which only the first tokens are computed.
+
+    Args:
+        parent: Name of the block before it, or the salt.
+        tokens: int32, these.
+    """
+    name = NEW_HASH.copy()
+    name.update(parent + tokens.tobytes())
+    return name.digest() + PART
+
+
 class CachedPrefix(NamedTuple):
     """Blocks of a rank's cache that hold the beginning of a prompt.
 
     Attributes:
         blocks: Of all of it.
         window_blocks: For windowed layers, the last of it that the next token's window needs.
+        num_part_tokens: Tokens in the last block, if that is not full: who uses it writes behind them.
     """
 
     blocks: BlockIds
     window_blocks: BlockIds
+    num_part_tokens: int = 0
+
+    def num_tokens(self, block_size: int) -> int:
+        """Returns how many tokens it has."""
+        return (len(self.blocks) - bool(self.num_part_tokens)) * block_size + self.num_part_tokens
 
 
 NO_PREFIX = CachedPrefix(NO_BLOCKS, NO_BLOCKS)
@@ -221,6 +240,23 @@ class PrefixCache:
             hashes, ids = list(compress(hashes, is_owner)), list(compress(ids, is_owner))
         self._hash_of[ids] = hashes
         return is_owner
+
+    def add_part(self, prefix: CachedPrefix, name: bytes, num_tokens: int) -> CachedPrefix:
+        """Returns a prefix with the block of so many tokens that follows it, if that is there."""
+        block_id = self._block_of.get(name)
+        if block_id is None:
+            return prefix
+        blocks = np.append(prefix.blocks, np.int32(block_id))
+        return CachedPrefix(blocks, prefix.window_blocks, num_tokens)
+
+    def use(self, prefix: CachedPrefix) -> None:
+        """Adds a reference to a prefix's blocks. One that is not full is its user's alone from now on."""
+        self.pool.share(prefix.blocks)
+        self.pool.share(prefix.window_blocks)
+        if prefix.num_part_tokens:
+            part = prefix.blocks[-1:]
+            self.pool.discard(part)
+            self._forget(part)
 
     def is_missing(self, name: BlockHash) -> bool:
         """Whether no block has this name."""

@@ -23,7 +23,13 @@ from router.requests.request import Int32Array, Sequence
 from router.scheduling.columns import Mask, Rows, offsets, spread
 from router.scheduling.kv.block_log import BlockRun
 from router.scheduling.kv.block_pool import BlockIds, BlockPools
-from router.scheduling.kv.prefix_cache import WINDOW, BlockHash, PrefixCache, extend_block_hashes
+from router.scheduling.kv.prefix_cache import (
+    WINDOW,
+    BlockHash,
+    PrefixCache,
+    extend_block_hashes,
+    part_name,
+)
 from router.scheduling.kv.tails import Tail
 from router.scheduling.sequence_table import RowStatus, SequenceTable
 from router.scheduling.step import StepPlan
@@ -311,6 +317,20 @@ class RowBlocks:
             self._name(row, hashes, start, stop)
         if self._table.has_windows:
             self._name_windows(row, hashes, 0, end)
+
+    def name_part(self, row: int, end: int) -> None:
+        """Names a row's block that ends with computed tokens before it is full, if there is one.
+
+        Not where there are windowed layers, whose blocks would have to be there, too.
+        """
+        table = self._table
+        first, num_tokens = divmod(end, table.block_size)
+        if num_tokens and not table.has_windows:
+            salt, hashes = table.bound(row).request.cache_salt, self._hashes_of(row, first)
+            tokens = table.tokens.of(row)[end - num_tokens : end]
+            name = part_name(hashes[first - 1] if first else salt, tokens)
+            cache = self._caches[table.rank_of(row)]
+            cache.insert([name], table.block_table[row, first : first + 1])
 
     def leave(self, sequences: list[Sequence]) -> None:
         """Lets others find the full blocks of rows whose sequences end; they need no names for it.

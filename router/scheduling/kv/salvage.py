@@ -4,8 +4,11 @@ While a group steps, blocks are named when they are handed out, since whoever fi
 step that writes it. If that step is lost, executors may have run it or not, or on rubbish from peers
 that were lost. So a name outlives an epoch only if committed steps computed all of its block:
 
-    row A      [ committed ........ | written by lost steps ]      its last full block before the line
+    row A      [ committed ........ | written by lost steps ]      its full blocks before the line
     row B      [ blocks of A that it found .. | its own     ]      as far as those of A go
+
+The block in which the line lies has a name of its own kind, by the tokens before the line: nobody else
+uses it, and who does later writes behind them (`PrefixCache.use`).
 
 An executor that is lost itself takes all of its blocks with it (engine/caches.py).
 """
@@ -60,6 +63,7 @@ def salvage(
                 full = full[: void_at[0]]
             if table.sequences[row] is not None:
                 blocks.name_missing(row, len(full))
+                blocks.name_part(row, int(num_computed[row]))
             blocks.drop(row)
     return num_computed
 

@@ -570,6 +570,13 @@ def test_what_a_sequence_with_output_has_cached_counts_twice() -> None:
     assert loads.pick((0.0, 0.0, 0, 0), 30, cached, goes_on=True) == 0
 
 
+def test_a_sequence_goes_on_where_its_kv_is_whatever_else_that_rank_has_to_do() -> None:
+    loads = _loads(30, Prices(1e-2, 0.0, 1e-5, 0.0, 1e-6, 0.0))
+    cached = {0: CachedPrefix(np.arange(1, 5, dtype=np.int32), NO_BLOCKS)}
+    assert loads.pick((0.0, 0.0, 0, 0), 30, cached, goes_on=True) == 1
+    assert loads.pick((0.0, 0.0, 0, 0), 30, cached, goes_on=True, home=0) == 0
+
+
 @pytest.mark.parametrize("first_token_ms", [3.0, 1000.0])
 def test_a_prompt_is_held_for_as_long_as_if_every_step_laid_it_out_anew(
     first_token_ms: float, monkeypatch: pytest.MonkeyPatch

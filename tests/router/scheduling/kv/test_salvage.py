@@ -2,9 +2,11 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from router.requests.request import Request, Suspicion
+from router.scheduling.kv.prefix_cache import NO_PREFIX, PrefixCache, part_name
 from tests.router.support.stepper import (
     CHAIN,
     Stepper,
@@ -86,7 +88,7 @@ def test_a_block_that_was_computed_gets_the_name_that_a_lost_one_had() -> None:
     assert other.sequences[0].table is not None
     world.lose()
     assert [s.progress.num_computed_tokens for r in (first, other) for s in r.sequences] == [25, 16]
-    assert named(world) == 6
+    assert named(world) == 6 + 1  # and the block that holds one token
     finish(world, first, other)
 
 
@@ -115,8 +117,76 @@ def test_drafts_that_are_not_answered_name_nothing() -> None:
         world.plan()
     world.lose()
     assert request.sequences[0].progress.num_computed_tokens == num_tokens - 1
-    assert named(world) == (num_tokens - 1) // 4
+    assert (num_tokens - 1) % 4
+    assert named(world) == (num_tokens - 1) // 4 + 1
     finish(world, request)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "is_drafting"), [(5, False), (6, False), (7, False), (1, True), (2, True)]
+)
+def test_a_sequence_goes_on_in_the_middle_of_a_block(num_steps: int, is_drafting: bool) -> None:
+    world = draft_stepper() if is_drafting else Stepper(make_shape())
+    request = world.submit(PROMPT, max_tokens=25)
+    for _ in range(2):  # twice: what was written behind a block's computed part is kept as well
+        for _ in range(num_steps):
+            world.step()
+        world.plan()
+        world.lose()
+        num_computed = request.sequences[0].progress.num_computed_tokens
+        assert num_computed == request.sequences[0].num_tokens - 1
+        assert world.step().batches[0].num_computed_tokens.tolist() == [num_computed]
+        assert world.measures.kept_kv.num_again == {"kept": 0, "lost": 0}
+        world.check()
+    finish(world, request)
+
+
+def test_a_block_that_is_not_full_is_one_users_alone() -> None:
+    cache = PrefixCache(num_blocks=8)
+    tokens = np.arange(2, dtype=np.int32)
+    name = part_name(b"salt", tokens)
+    for number in range(2):  # two that have the same tokens
+        part = cache.pool.acquire(1)
+        cache.insert([name], part)
+        cache.pool.release(part)
+        assert (cache.pool.num_cached, cache.pool.num_free) == (1, 6), number
+    prefix = cache.add_part(NO_PREFIX, name, 2)
+    assert prefix.num_tokens(block_size=4) == 2
+    cache.use(prefix)
+    assert (cache.pool.num_used, cache.pool.num_cached, cache.num_named) == (1, 0, 0)
+    assert cache.add_part(NO_PREFIX, name, 2) is NO_PREFIX
+    cache.pool.release(prefix.blocks)  # with what its user has written behind
+    assert cache.pool.num_free == 7
+    assert name != part_name(b"salt", tokens[:1]) != part_name(b"sal", tokens[:1])
+
+
+def test_a_block_that_is_not_full_may_be_given_to_others_before_its_sequence_is_back() -> None:
+    world = Stepper(make_shape())
+    request = world.submit(PROMPT, max_tokens=20)
+    for _ in range(6):
+        world.step()
+    world.lose()
+    assert world.scheduler.caches[0].pool.evict_all() == 6
+    assert world.step().batches[0].num_computed_tokens.tolist() == [0]
+    finish(world, request)
+
+
+def test_who_has_kv_on_a_rank_goes_on_there_before_others_take_its_place() -> None:
+    world = Stepper(make_shape(dp_size=2, rows_per_rank=2, max_num_batched_tokens=8))
+    requests = [world.submit([number, *PROMPT], max_tokens=20) for number in range(1, 5)]
+    while any(request.sequences[0].num_output_tokens < 2 for request in requests):
+        world.step()
+    sequences = [request.sequences[0] for request in requests]
+    ranks = [sequence.dp_rank for sequence in sequences]
+    assert sorted(ranks) == [0, 0, 1, 1]
+    gone = ranks[0]  # whose sequences are first in the line
+    world.lose()
+    world.scheduler.caches[gone].pool.evict_all()
+    world.step()
+    for sequence, rank in zip(sequences, ranks, strict=True):
+        assert rank == gone or (sequence.table is not None and sequence.dp_rank == rank)
+    finish(world, *requests)
+    assert_right(*requests)
 
 
 def test_who_is_about_to_be_taken_for_the_cause_of_losses_is_computed_anew() -> None:
