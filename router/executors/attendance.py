@@ -147,7 +147,9 @@ class Attendance:
         if self._timer is not None:
             self._timer.cancel()
             wait_s = BEAT_S + TICK_S if has_steps else TICK_S
-            self._timer = self._loop.call_at(now + wait_s, self._tick)
+            # Not at once, however long this took: uvloop's handle of that does not say when it is due.
+            wait_s = max(now + wait_s - self._clock(), LATE_S)
+            self._timer = self._loop.call_later(wait_s, self._tick)
 
     async def _attend(self, address: str, attended: _Attended) -> None:
         # Beats come as bytes: what is none of ours shall have an error, and not end in gRPC's log.

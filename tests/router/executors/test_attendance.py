@@ -1,11 +1,14 @@
 """If these fail, an executor that stands still stops its group for seconds, or a well one is lost."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
+import grpc
 import pytest
+import uvloop
 from structlog.testing import capture_logs
 
 from protos.executor.beats import BEAT_S
@@ -28,6 +31,8 @@ from tests.router.support.peers import (
     until,
 )
 from tests.support.virtual_clock import on_virtual_clock
+
+TIMEOUT_S = 60.0
 
 
 def state(executors: ExecutorGroup, number: int) -> MemberState:
@@ -226,6 +231,29 @@ async def test_a_router_whose_steps_go_out_beats_only_to_tell_its_epoch() -> Non
     await asyncio.sleep(1.0)
     assert executor.told[8:] == [8] * 9 or executor.told[8:] == [8] * 10
     router.close()
+
+
+def test_a_router_that_was_held_up_while_it_judged_silences_goes_on() -> None:
+    """It serves on uvloop, whose handle of what is due at once does not say when that was."""
+
+    async def judge(num_ticks: int) -> None:
+        ticks: asyncio.Queue[float] = asyncio.Queue()
+
+        def hold_up(now: float) -> None:
+            end = time.monotonic() + 2 * attendance.TICK_S
+            while time.monotonic() < end:
+                pass
+            ticks.put_nowait(now)
+
+        attended = attendance_of(lambda address: 0)
+        attended._on_tick = hold_up
+        attended.attend("held.test", cast(grpc.aio.Channel, Fake()))
+        async with asyncio.timeout(TIMEOUT_S):
+            for _ in range(num_ticks):
+                await ticks.get()
+        attended.close()
+
+    uvloop.run(judge(3))
 
 
 @on_virtual_clock
