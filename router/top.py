@@ -156,6 +156,8 @@ def _group(group: pb.GroupStatus) -> Iterator[RenderableType]:
         yield _flows(group.flows)
     if group.members:
         yield _line(("  executors: " + _members(group.members), "dim"))
+    if group.HasField("elastic"):
+        yield _line(("  elastic: " + _elastic(group.elastic), "dim"))
     if group.HasField("speculation"):
         yield _line(("  drafts: " + _drafts(group.speculation), "dim"))
     if group.step_cost.num_steps:
@@ -224,6 +226,20 @@ def _printable(text: str) -> str:
 
 def _line(*parts: str | tuple[str, str]) -> Text:
     return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
+
+
+def _elastic(elastic: pb.ElasticStatus) -> str:
+    """Returns what an elastic group should have, has besides, and how it changed."""
+    counts = Counter(
+        pb.SpareState.Name(spare.state).removeprefix("SPARE_STATE_").lower().replace("_", " ")
+        for spare in elastic.spares
+    )
+    spares = ", ".join(f"{count} {word}" for word, count in counts.items()) or "none"
+    changes = ", ".join(f"{count} {name}" for name, count in sorted(elastic.changes.items()))
+    return (
+        f"{elastic.target_dp_size} ranks wanted, {elastic.min_dp_size} at least; spares: {spares}; "
+        f"formed: {changes}"
+    )
 
 
 def _members(members: Sequence[pb.MemberStatus]) -> str:

@@ -71,6 +71,10 @@ class Executors(Protocol):
         """Whether it can do without one more executor, which a poison request may cost."""
         ...
 
+    def elastic(self) -> pb.ElasticStatus | None:
+        """Returns what an elastic group could become; None: it needs all of its executors."""
+        ...
+
     def members(self) -> list[pb.MemberStatus]:
         """Returns what beats tell of each executor; nothing before the first forming."""
         ...
@@ -442,6 +446,8 @@ class Engine:
         status.step_cost.CopyFrom(step_cost_status(self.measures.costs.plain))
         status.members.extend(self._executors.members())
         status.num_standbys = self._executors.num_standbys
+        if (elastic := self._executors.elastic()) is not None:
+            status.elastic.CopyFrom(elastic)
         return status
 
     def full_status(self) -> pb.GroupStatus:

@@ -77,6 +77,9 @@ def hide_from_callers(status: pb.GetStatusResponse) -> None:
             rank.ClearField("address")
         for member in group.members:
             member.ClearField("address")
+            member.ClearField("instance_id")
+        for spare in group.elastic.spares:
+            spare.ClearField("address")
 
 
 def _ranks(stats: EpochStats, info: GroupInfo, scheduler: Scheduler) -> list[pb.RankStatus]:

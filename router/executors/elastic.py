@@ -176,9 +176,9 @@ class ElasticPolicy:
         self._weak_since: float | None = None
 
     @property
-    def dp_size(self) -> int:
-        """DP ranks of the last epoch; 0 before the first."""
-        return len(self._teams)
+    def sizes(self) -> tuple[int, int]:
+        """DP ranks that the group should have, and the least; of one executor each before the first epoch."""
+        return self._sizes(self._members())
 
     def choose(self, now: float, candidates: Sequence[Candidate]) -> Formation:
         """Returns which group to form.

@@ -28,7 +28,7 @@ from protos.executor.lease import is_held
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1.executor_pb2_grpc import ExecutorServiceStub
 from protos.serving.v1 import serving_pb2 as serving
-from protos.serving.v1.serving_pb2 import MemberStatus
+from protos.serving.v1.serving_pb2 import ElasticStatus, MemberStatus
 from protos.settings import Rule, above, setting
 from protos.transport.channel import ChannelOpener
 from protos.transport.error_details import error_details
@@ -51,7 +51,6 @@ from router.executors.elastic import (
     ElasticPolicy,
     ElasticSettings,
     Formation,
-    SpareState,
     Strength,
 )
 from router.executors.formation import Member, check_group, describe_group
@@ -195,10 +194,9 @@ class ExecutorGroup:
         )
         self._is_news = asyncio.Event()
         self._clock = asyncio.get_running_loop().time
-        self.strength = strength
         self._taking_part: set[str] = set()  # addresses of the epoch, or of its forming
         self._border: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.changes = Counter[str]()
+        self._changes = Counter[str]()
         self._policy: ElasticPolicy | None = None
         self._spares: Spares | None = None
         if strength is not None:
@@ -277,7 +275,7 @@ class ExecutorGroup:
         assert self._policy is not None
         assert self._spares is not None
         self._policy.note_formed(self._clock(), formation)
-        self.changes[formation.change] += 1
+        self._changes[formation.change] += 1
         log.info(
             "group_placed",
             change=formation.change.value,
@@ -409,7 +407,7 @@ class ExecutorGroup:
         """Whether the group can do without one more executor. See engine.Executors."""
         if self._policy is None or self._spares is None:
             return True
-        return self._policy.may_try_suspects(self._clock(), len(self._spares.states))
+        return self._policy.may_try_suspects(self._clock(), self._spares.number)
 
     async def news(self) -> None:
         """Returns when there is news since `form` was called. See engine.Executors."""
@@ -425,9 +423,17 @@ class ExecutorGroup:
         """Executors that fell silent, by what came of it. See engine.Executors."""
         return self._suspicion.outcomes
 
-    def spares(self) -> Mapping[str, SpareState]:
-        """Returns the executors that answer and are not in an elastic group, by address."""
-        return {} if self._spares is None else self._spares.states
+    def elastic(self) -> ElasticStatus | None:
+        """Returns what an elastic group could become. See engine.Executors."""
+        if self._policy is None or self._spares is None:
+            return None
+        target, least = self._policy.sizes
+        return ElasticStatus(
+            target_dp_size=target,
+            min_dp_size=least,
+            spares=self._spares.status(),
+            changes=self._changes,
+        )
 
     @property
     def num_standbys(self) -> int:
@@ -447,6 +453,7 @@ class ExecutorGroup:
             attn_tp_rank=member.attn_tp_rank,
             address=member.address,
             state=serving.MemberState.Value(f"MEMBER_STATE_{name}"),
+            instance_id=_instance_of(member),
         )
         last = self._suspicion.last_beat(member.address)
         if last is not None:

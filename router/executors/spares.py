@@ -7,7 +7,10 @@ import grpc
 import structlog
 
 from protos.executor.v1 import executor_pb2 as pb
+from protos.serving.v1 import serving_pb2 as serving
+from protos.serving.v1.serving_pb2 import SpareStatus
 from protos.transport.error_details import error_details
+from protos.transport.errors import duration
 from router.errors import GroupMismatch
 from router.executors.elastic import (
     Candidate,
@@ -39,9 +42,6 @@ class Spares:
         describe: Returns those that answer.
         stage: Calls Stage of one, by address.
         on_grow: Called when the group should form anew, with them.
-
-    Attributes:
-        states: By address, of those that answered last.
     """
 
     def __init__(
@@ -62,7 +62,26 @@ class Spares:
         self._watching: asyncio.Task[None] | None = None
         self._staging: dict[str, asyncio.Task[None]] = {}
         self._is_news = asyncio.Event()
-        self.states: dict[str, SpareState] = {}
+        self._states: dict[str, SpareState] = {}  # by address, of those that answered last
+
+    @property
+    def number(self) -> int:
+        """Of those that answered last."""
+        return len(self._states)
+
+    def status(self) -> list[SpareStatus]:
+        """Returns what is known of each, as GetStatus sends it."""
+        now = self._clock()
+        return [
+            SpareStatus(
+                address=address,
+                state=serving.SpareState.Value(f"SPARE_STATE_{state.name}"),
+                held_off_duration=duration(self._policy.held_off_until(address, now) - now)
+                if state is SpareState.HELD_OFF
+                else None,
+            )
+            for address, state in self._states.items()
+        ]
 
     def watch(self) -> None:
         """Looks after them until `stop`."""
@@ -110,9 +129,9 @@ class Spares:
 
     def _note_states(self, review: Review) -> None:
         for address, state in review.states.items():
-            if self.states.get(address) is not state:
+            if self._states.get(address) is not state:
                 log.info("spare", executor=address, state=state.value)
-        self.states = dict(review.states)
+        self._states = dict(review.states)
 
     async def _load(self, spare: Candidate, formation: Formation) -> None:
         """Has a spare load its experts of a formation; waits for a while if it cannot."""

@@ -48,6 +48,19 @@ def _tokens_per_draft_step(group: pb.GroupStatus) -> float | None:
     return drafts.tokens_per_step if drafts.HasField("tokens_per_step") else None
 
 
+def _target_dp_size(group: pb.GroupStatus) -> float | None:
+    return group.elastic.target_dp_size if group.HasField("elastic") else None
+
+
+def _spares(group: pb.GroupStatus) -> dict[str, int]:
+    if not group.HasField("elastic"):
+        return {}
+    counts = {"cold": 0, "staged": 0, "held_off": 0}
+    for spare in group.elastic.spares:
+        counts[pb.SpareState.Name(spare.state).removeprefix("SPARE_STATE_").lower()] += 1
+    return counts
+
+
 def _is_paused(group: pb.GroupStatus) -> float | None:
     is_paused = group.speculation.state == pb.SPECULATION_STATE_PAUSED
     return float(is_paused) if group.HasField("speculation") else None
@@ -133,6 +146,16 @@ GROUP_STATUS: list[Metric[pb.GroupStatus]] = [
            "Whether the group has formed and can step."),
     Metric("group_mismatched", "gauge", (), lambda g: float(g.state == pb.GROUP_STATE_MISMATCHED),
            "1 while its executors do not fit together, so that it cannot form until they are changed."),
+    Metric("group_dp_size", "gauge", (), lambda g: len(g.ranks),
+           "DP ranks of the group; 0 while it forms."),
+    Metric("group_target_dp_size", "gauge", (), _target_dp_size,
+           "DP ranks that an elastic group should have; of others, none."),
+    Metric("spares", "gauge", ("state",), _spares,
+           "Executors that an elastic group has besides: staged, cold, or held_off, as they lost their "
+           "place not long ago."),
+    Metric("reshapes_total", "counter", ("change",), lambda g: dict(g.elastic.changes),
+           "Times that an elastic group formed, by what it was to the forming before: first, rejoin, "
+           "replace, shrink, grow."),
     Metric("epoch", "gauge", (), lambda g: g.epoch,
            "Number of the group's epoch."),
     Metric("last_step_age_seconds", "gauge", (), _last_step_age_s,

@@ -112,6 +112,16 @@ def test_executors_that_do_not_beat_are_told_by_rank():
     assert "  executors: 2 unattended\n" in text
 
 
+def test_an_elastic_group_tells_what_it_should_have_and_its_spares():
+    assert "elastic" not in render(ready(rank(0)))
+    elastic = pb.ElasticStatus(target_dp_size=3, min_dp_size=2, changes={"first": 1, "shrink": 2})
+    text = render(ready(rank(0), elastic=elastic))
+    assert "elastic: 3 ranks wanted, 2 at least; spares: none; formed: 1 first, 2 shrink\n" in text
+    for state in ("STAGED", "HELD_OFF", "STAGED"):
+        elastic.spares.add(state=f"SPARE_STATE_{state}")
+    assert "spares: 2 staged, 1 held off;" in render(ready(rank(0), elastic=elastic))
+
+
 def test_flows_are_told_with_what_they_get_the_greatest_first():
     assert "flow" not in render(ready(rank(0)))
     small = [pb.FlowStatus(flow=f"x\x1b-{n}", num_waiting=1, num_served_tokens=4) for n in range(9)]

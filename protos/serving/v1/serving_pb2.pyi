@@ -84,6 +84,34 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens, or the context is full."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
+class _SpareState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SpareStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SpareState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SPARE_STATE_UNSPECIFIED: _SpareState.ValueType  # 0
+    """Never sent."""
+    SPARE_STATE_COLD: _SpareState.ValueType  # 1
+    """It has to load experts before it takes a place."""
+    SPARE_STATE_STAGED: _SpareState.ValueType  # 2
+    """It could take a place at once."""
+    SPARE_STATE_HELD_OFF: _SpareState.ValueType  # 3
+    """It lost its place and is not taken back yet, unless the group could not serve without it."""
+
+class SpareState(_SpareState, metaclass=_SpareStateEnumTypeWrapper):
+    """What a spare is good for."""
+
+SPARE_STATE_UNSPECIFIED: SpareState.ValueType  # 0
+"""Never sent."""
+SPARE_STATE_COLD: SpareState.ValueType  # 1
+"""It has to load experts before it takes a place."""
+SPARE_STATE_STAGED: SpareState.ValueType  # 2
+"""It could take a place at once."""
+SPARE_STATE_HELD_OFF: SpareState.ValueType  # 3
+"""It lost its place and is not taken back yet, unless the group could not serve without it."""
+Global___SpareState: _TypeAlias = SpareState  # noqa: Y015
+
 class _MemberState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -1933,6 +1961,7 @@ class GroupStatus(_message.Message):
     HISTORY_FIELD_NUMBER: _builtins.int
     FLOWS_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
+    ELASTIC_FIELD_NUMBER: _builtins.int
     NUM_STANDBYS_FIELD_NUMBER: _builtins.int
     group: _builtins.int
     """Its number."""
@@ -1990,6 +2019,10 @@ class GroupStatus(_message.Message):
         forming.
         """
 
+    @_builtins.property
+    def elastic(self) -> Global___ElasticStatus:
+        """What it could become. Absent where it needs all of its executors."""
+
     def __init__(
         self,
         *,
@@ -2010,15 +2043,108 @@ class GroupStatus(_message.Message):
         history: Global___History | None = ...,
         flows: _abc.Iterable[Global___FlowStatus] | None = ...,
         members: _abc.Iterable[Global___MemberStatus] | None = ...,
+        elastic: Global___ElasticStatus | None = ...,
         num_standbys: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "last_step_age", b"last_step_age", "speculation", b"speculation", "step_cost", b"step_cost"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["elastic", b"elastic", "history", b"history", "last_step_age", b"last_step_age", "speculation", b"speculation", "step_cost", b"step_cost"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "epoch", b"epoch", "flows", b"flows", "graphs", b"graphs", "group", b"group", "history", b"history", "last_step_age", b"last_step_age", "max_num_seqs", b"max_num_seqs", "members", b"members", "num_standbys", b"num_standbys", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "problem", b"problem", "ranks", b"ranks", "speculation", b"speculation", "state", b"state", "step", b"step", "step_cost", b"step_cost"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "elastic", b"elastic", "epoch", b"epoch", "flows", b"flows", "graphs", b"graphs", "group", b"group", "history", b"history", "last_step_age", b"last_step_age", "max_num_seqs", b"max_num_seqs", "members", b"members", "num_standbys", b"num_standbys", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "problem", b"problem", "ranks", b"ranks", "speculation", b"speculation", "state", b"state", "step", b"step", "step_cost", b"step_cost"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GroupStatus: _TypeAlias = GroupStatus  # noqa: Y015
+
+@_typing.final
+class ElasticStatus(_message.Message):
+    """A group that goes on without executors that are lost, and takes others in."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ChangesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    TARGET_DP_SIZE_FIELD_NUMBER: _builtins.int
+    MIN_DP_SIZE_FIELD_NUMBER: _builtins.int
+    SPARES_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    target_dp_size: _builtins.int
+    """DP ranks that it should have."""
+    min_dp_size: _builtins.int
+    """DP ranks with which it still serves."""
+    @_builtins.property
+    def spares(self) -> _containers.RepeatedCompositeFieldContainer[Global___SpareStatus]:
+        """Executors that answer and are not in it. Empty while it forms."""
+
+    @_builtins.property
+    def changes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """How often it formed, by what that was to the forming before: first, rejoin (the same addresses),
+        replace (as many, others among them), shrink, grow.
+        """
+
+    def __init__(
+        self,
+        *,
+        target_dp_size: _builtins.int = ...,
+        min_dp_size: _builtins.int = ...,
+        spares: _abc.Iterable[Global___SpareStatus] | None = ...,
+        changes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "min_dp_size", b"min_dp_size", "spares", b"spares", "target_dp_size", b"target_dp_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ElasticStatus: _TypeAlias = ElasticStatus  # noqa: Y015
+
+@_typing.final
+class SpareStatus(_message.Message):
+    """An executor that is in no group, and could be in this one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    HELD_OFF_DURATION_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """Where it listens. Empty for callers that are no operators."""
+    state: Global___SpareState.ValueType
+    """What it is good for."""
+    @_builtins.property
+    def held_off_duration(self) -> _duration_pb2.Duration:
+        """For how long the group will not grow by it. Absent unless HELD_OFF."""
+
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        state: Global___SpareState.ValueType = ...,
+        held_off_duration: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["held_off_duration", b"held_off_duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "held_off_duration", b"held_off_duration", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SpareStatus: _TypeAlias = SpareStatus  # noqa: Y015
 
 @_typing.final
 class MemberStatus(_message.Message):
@@ -2032,6 +2158,7 @@ class MemberStatus(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     LAST_BEAT_AGE_FIELD_NUMBER: _builtins.int
     BEAT_LATE_DURATION_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
     dp_rank: _builtins.int
     """Its DP rank."""
     attn_tp_rank: _builtins.int
@@ -2040,6 +2167,8 @@ class MemberStatus(_message.Message):
     """Where it listens. Empty for callers that are no operators."""
     state: Global___MemberState.ValueType
     """Whether it is there."""
+    instance_id: _builtins.str
+    """Random at each start of its process. Empty for callers that are no operators."""
     @_builtins.property
     def last_beat_age(self) -> _duration_pb2.Duration:
         """Since its last beat, or answer of a step, which counts as one. Absent if there was no beat."""
@@ -2057,10 +2186,11 @@ class MemberStatus(_message.Message):
         state: Global___MemberState.ValueType = ...,
         last_beat_age: _duration_pb2.Duration | None = ...,
         beat_late_duration: _duration_pb2.Duration | None = ...,
+        instance_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["beat_late_duration", b"beat_late_duration", "last_beat_age", b"last_beat_age"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "attn_tp_rank", b"attn_tp_rank", "beat_late_duration", b"beat_late_duration", "dp_rank", b"dp_rank", "last_beat_age", b"last_beat_age", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "attn_tp_rank", b"attn_tp_rank", "beat_late_duration", b"beat_late_duration", "dp_rank", b"dp_rank", "instance_id", b"instance_id", "last_beat_age", b"last_beat_age", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

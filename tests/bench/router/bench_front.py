@@ -61,6 +61,9 @@ class TimerExecutors:
     def may_try_suspects(self) -> bool:
         return True
 
+    def elastic(self) -> pb.ElasticStatus | None:
+        return None
+
     def members(self) -> list[pb.MemberStatus]:
         return []
 

@@ -258,6 +258,9 @@ class FakeExecutors:
     def may_try_suspects(self) -> bool:
         return True
 
+    def elastic(self) -> pb.ElasticStatus | None:
+        return None
+
     async def news(self) -> None:
         await asyncio.Event().wait()
 
