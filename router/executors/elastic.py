@@ -10,7 +10,7 @@ A shrink is never held back, and growing is: who is back from a crash may crash 
 callers a pause.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -63,6 +63,7 @@ class Candidate:
         max_slots: Its slots for them.
         held: [max_slots] the expert in each, or GHOST.
         expert_bytes: Of one expert.
+        agreement: What the executors of a group must have alike.
     """
 
     address: str
@@ -74,6 +75,7 @@ class Candidate:
     max_slots: int = 0
     held: tuple[int, ...] = ()
     expert_bytes: int = 0
+    agreement: bytes = b""
 
     @property
     def name(self) -> tuple[str, str]:
@@ -100,6 +102,7 @@ class SpareState(StrEnum):
     COLD = "cold"  # it would have to load experts
     STAGED = "staged"
     HELD_OFF = "held_off"  # it lost its place, and is not taken back yet
+    UNFIT = "unfit"  # it does not agree with the group's executors in what they must have alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +195,7 @@ class ElasticPolicy:
             GroupMismatch: So many cannot be one group. Says what they have room for.
         """
         self._note(now, candidates)
+        candidates = self._alike(candidates)
         staying, newcomers = self._teams_of(candidates)
         free = [team for team in newcomers if not self._is_held_off(team, now)]
         size, least = self._sizes(candidates)
@@ -245,7 +249,9 @@ class ElasticPolicy:
             spares: Executors that answer and are not in it.
         """
         self._note(now, [*self._members(), *spares])
-        _, newcomers = self._teams_of([*self._members(), *spares])
+        agreement = self._members()[0].agreement
+        fit = [spare for spare in spares if spare.agreement == agreement]
+        _, newcomers = self._teams_of([*self._members(), *fit])
         size, _ = self._sizes(spares)
         room = max(size - len(self._teams), 0)
         known = [team for team in newcomers if self._is_known(team, now)]
@@ -260,7 +266,9 @@ class ElasticPolicy:
         stages += self._replacements([team for team in newcomers if team not in joining])
         ready = {member for team in newcomers for member in team} - {each for each, _ in stages}
         states = {
-            spare.address: SpareState.HELD_OFF
+            spare.address: SpareState.UNFIT
+            if spare not in fit
+            else SpareState.HELD_OFF
             if self.held_off_until(spare.address, now) > now
             else SpareState.STAGED
             if spare in ready
@@ -331,6 +339,21 @@ class ElasticPolicy:
         """Returns the DP ranks that the group should have, and the least."""
         peers = candidates[0].attn_tp_size if candidates else 1
         return self._strength.size // peers, -(-self._strength.least // peers)
+
+    def _alike(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """Returns those that agree with the last epoch's members, or with most, if these are too few.
+
+        While executors are replaced by others with new settings, so, the group goes on with the old ones
+        until they are fewer than the least.
+        """
+        counts = Counter(candidate.agreement for candidate in candidates)
+        if not counts:
+            return []
+        [(chosen, _)] = counts.most_common(1)
+        members = self._members()
+        if members and counts[members[0].agreement] >= self._strength.least:
+            chosen = members[0].agreement
+        return [candidate for candidate in candidates if candidate.agreement == chosen]
 
     # ---- who stands where
 

@@ -32,6 +32,7 @@ def candidate_of(member: Member) -> Candidate:
         max_slots=told.capability.max_expert_slots,
         held=tuple(np.frombuffer(told.resident_experts, "<i4").tolist()),
         expert_bytes=told.model.bytes_per_expert,
+        agreement=told.agreement_digest,
     )
 
 

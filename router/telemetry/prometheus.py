@@ -55,7 +55,7 @@ def _target_dp_size(group: pb.GroupStatus) -> float | None:
 def _spares(group: pb.GroupStatus) -> dict[str, int]:
     if not group.HasField("elastic"):
         return {}
-    counts = {"cold": 0, "staged": 0, "held_off": 0}
+    counts = {"cold": 0, "staged": 0, "held_off": 0, "unfit": 0}
     for spare in group.elastic.spares:
         counts[pb.SpareState.Name(spare.state).removeprefix("SPARE_STATE_").lower()] += 1
     return counts
@@ -151,8 +151,8 @@ GROUP_STATUS: list[Metric[pb.GroupStatus]] = [
     Metric("group_target_dp_size", "gauge", (), _target_dp_size,
            "DP ranks that an elastic group should have; of others, none."),
     Metric("spares", "gauge", ("state",), _spares,
-           "Executors that an elastic group has besides: staged, cold, or held_off, as they lost their "
-           "place not long ago."),
+           "Executors that an elastic group has besides: staged, cold, held_off, as they lost their place "
+           "not long ago, or unfit, as their settings are others."),
     Metric("reshapes_total", "counter", ("change",), lambda g: dict(g.elastic.changes),
            "Times that an elastic group formed, by what it was to the forming before: first, rejoin, "
            "replace, shrink, grow."),

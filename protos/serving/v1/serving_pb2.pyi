@@ -98,6 +98,8 @@ class _SpareStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SpareState
     """It could take a place at once."""
     SPARE_STATE_HELD_OFF: _SpareState.ValueType  # 3
     """It lost its place and is not taken back yet, unless the group could not serve without it."""
+    SPARE_STATE_UNFIT: _SpareState.ValueType  # 4
+    """It differs from the group's executors in what they must have alike, such as their settings."""
 
 class SpareState(_SpareState, metaclass=_SpareStateEnumTypeWrapper):
     """What a spare is good for."""
@@ -110,6 +112,8 @@ SPARE_STATE_STAGED: SpareState.ValueType  # 2
 """It could take a place at once."""
 SPARE_STATE_HELD_OFF: SpareState.ValueType  # 3
 """It lost its place and is not taken back yet, unless the group could not serve without it."""
+SPARE_STATE_UNFIT: SpareState.ValueType  # 4
+"""It differs from the group's executors in what they must have alike, such as their settings."""
 Global___SpareState: _TypeAlias = SpareState  # noqa: Y015
 
 class _MemberState:

@@ -240,6 +240,19 @@ def test_what_executors_have_no_room_for_is_refused_with_what_they_have_room_for
         group.choose(1, executors("a", max_slots=4, held=(GHOST,) * 4))
 
 
+def test_executors_with_other_settings_take_over_when_too_few_of_the_old_are_left() -> None:
+    group = policy(2, 1)
+    old = executors("ab", agreement=b"old")
+    new = executors("cd", agreement=b"new")
+    form(group, 0, old)
+    review = group.review(100, new)
+    assert not review.grows
+    assert not review.stages
+    assert review.states == dict.fromkeys("cd", SpareState.UNFIT)
+    assert names(form(group, 101, [old[1], *new])) == "b"
+    assert names(form(group, 102, new)) == "cd"
+
+
 def test_suspects_wait_for_an_executor_to_spare_but_not_for_ever() -> None:
     group = policy(2, 1)
     form(group, 0, executors("ab"))
