@@ -9,7 +9,7 @@ import itertools
 import math
 import random
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -85,6 +85,8 @@ class FakeExecutors:
         slow_rate: Share of steps that take a hundred times as long.
         poison: By request id.
         acceptance: See FakeRank.
+        is_elastic: Whether the group forms with other ranks each time: those whose executors died are
+            gone, others may be, too, and there are new ones.
 
     Attributes:
         num_losses: Epochs that ended.
@@ -101,6 +103,7 @@ class FakeExecutors:
         step_s: float = 0.01,
         poison: dict[str, Poison] | None = None,
         acceptance: float = 0.7,
+        is_elastic: bool = False,
     ) -> None:
         self.shape = shape
         self.num_epochs = 0
@@ -115,6 +118,7 @@ class FakeExecutors:
         self._step_s = step_s
         self._poison = poison or {}
         self._acceptance = acceptance
+        self._is_elastic, self._first_shape = is_elastic, shape
         self._drafts = random.Random(17)
         self._device_time = 0.0
         self._up_time = 0.0
@@ -165,6 +169,8 @@ class FakeExecutors:
         self._loss = asyncio.get_running_loop().create_future()
         self._border = asyncio.get_running_loop().create_future()
         self._restart_dead()
+        if self._is_elastic and self.num_epochs > 1:
+            self._reshape()
         model = ServedModel(
             name="fake",
             architecture="Fake",
@@ -198,6 +204,19 @@ class FakeExecutors:
         self._dead.clear()
         for rank in self._ranks:
             rank.begin_epoch()
+
+    def _reshape(self) -> None:
+        """Has the ranks of this epoch be others than those of the last one."""
+        most = self._first_shape.dp_size
+        stay = [rank for rank in range(self.shape.dp_size) if self._rng.random() < 0.7][:most]
+        num_new = self._rng.randint(0 if stay else 1, most - len(stay))
+        num_blocks = [self.shape.num_blocks[rank] for rank in stay]
+        num_blocks += self._first_shape.num_blocks[:num_new]
+        self.shape = replace(self.shape, dp_size=len(num_blocks), num_blocks=tuple(num_blocks))
+        fields = {"acceptance": self._acceptance, "rng": self._drafts}
+        new = [FakeRank.empty(self.shape, blocks, **fields) for blocks in num_blocks[len(stay) :]]
+        self._ranks = [self._ranks[rank] for rank in stay] + new
+        self._kv_ids = [self._kv_ids[rank] for rank in stay] + [self._new_kv_id() for _ in new]
 
     def send(self, step: InFlight) -> None:
         try:
