@@ -280,8 +280,7 @@ class Engine:
         drafts = scheduler.commit(step.plan, result)
         self._in_flight.popleft()
         self._progress_time = self._begin_time = self._clock()
-        queued_s = min(part.queued_ns for part in result) * 1e-9
-        self.measures.lead.note(queued_s, was_put_off=step.is_late)
+        self.measures.lead.note(min(result.queued_ns) * 1e-9, was_put_off=step.is_late)
         self._stats.add(step.plan, result, self._progress_time, drafts)
         self.measures.times.add(step, result, received)
 

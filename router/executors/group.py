@@ -290,7 +290,7 @@ class ExecutorGroup:
         """Sends each DP rank its part; attention-TP peers get the same."""
         step.step_id = self._last_step_id = self._last_step_id + 1
         step.requests, step.agreement_crc32 = encode_step(step.plan, self._epoch, step.step_id)
-        if not self._has_scored and any(batch.scorings for batch in step.plan.batches):
+        if not self._has_scored and any(batch.scorings for batch in step.plan.mixed.values()):
             self._has_scored = True
             for stream in self._streams:
                 stream.max_answer_bytes = MAX_ANSWER_BYTES
@@ -316,7 +316,7 @@ class ExecutorGroup:
         self.deadline.add(agreement, self._last_answer_time - begun)
         self._check_answers(responses, step)
         try:
-            return decode_step(responses[:: self._num_peers], step.plan.batches, self._vocab_size)
+            return decode_step(responses[:: self._num_peers], step.plan, self._vocab_size)
         except WrongAnswer as error:
             member = self._members[error.rank * self._num_peers]
             raise self._leave_out(member, f"answered step {step.step_id} with {error}") from error

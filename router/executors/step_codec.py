@@ -1,7 +1,7 @@
 """Step codec: StepPlan to StepRequests, StepResponses to a StepResult."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from itertools import accumulate
 from typing import Any, NoReturn
@@ -15,15 +15,17 @@ from protos.executor.sampling_fields import FLOAT32, INT32, SAMPLING_FIELDS
 from protos.executor.step_checksums import agreement_crc32, part_crc32
 from protos.executor.v1 import executor_pb2 as pb
 from router.requests.request import Int32Array
+from router.scheduling.columns import INT32_BYTES
 from router.scheduling.step import (
-    NO_FLOATS,
-    NO_INTS,
     Agreement,
     BatchMode,
+    DecodeColumns,
     PaddingMode,
     RankBatch,
-    RankResult,
+    RowFailure,
     RowStart,
+    Scores,
+    Scoring,
     StepPlan,
     StepResult,
 )
@@ -32,15 +34,14 @@ LENGTH_DELIMITED = 2  # wire type
 MAX_KNOWN_BYTES = 1 << 16  # of a field whose length is kept as it stands on the wire
 
 # By BatchMode, whose members are the indices: hashing one would take 300 ns.
+_IDLE, _DECODE = int(BatchMode.IDLE), int(BatchMode.DECODE)
 FORWARD_MODES = (pb.FORWARD_MODE_IDLE, pb.FORWARD_MODE_DECODE, pb.FORWARD_MODE_EXTEND)
 PADDING_MODES = {
     PaddingMode.MAX_LEN: pb.DP_PADDING_MODE_MAX_LEN,
     PaddingMode.SUM_LEN: pb.DP_PADDING_MODE_SUM_LEN,
 }
-INT32_BYTES = INT32.itemsize
 TIME_BITS = 44  # of what a step took, in nanoseconds: nearly five hours
 MAX_NAMED = 8  # ranks, in an error
-new_tuple = tuple.__new__  # a NamedTuple's own takes twice as long
 
 
 class WrongAnswer(ValueError):
@@ -91,6 +92,7 @@ _STARTS = _Field(pb.RankStep, "starts")
 _SEQUENCES = _Field(pb.RankStep, "sequences")
 _COLUMNS = {name: _Field(pb.SequenceColumns, name) for name in RankBatch._fields[1:11]}
 _ROWS, _NUM_COMPUTED = _COLUMNS["rows"], _COLUMNS["num_computed_tokens"]
+_NUM_TOKENS = _COLUMNS["num_tokens"]
 _NUM_NEW_BLOCKS, _NEW_BLOCK_IDS = _COLUMNS["num_new_blocks"], _COLUMNS["new_block_ids"]
 _NEW_WINDOW_BLOCK_IDS = _COLUMNS["new_window_block_ids"]
 
@@ -99,29 +101,62 @@ def encode_step(plan: StepPlan, epoch: int, step_id: int) -> tuple[list[bytes], 
     """Returns each DP rank's StepRequest, serialised, and the CRC-32 of the agreement in them.
 
     What all ranks get alike is serialised once: messages put end to end are one message with the
-    fields of both (protobuf encoding, "Last One Wins"). Columns are copied once, from their arrays
-    into the request: to fill a message and serialise it takes twice as long.
+    fields of both (protobuf encoding, "Last One Wins"). Columns are copied as they are: to fill a
+    message and serialise it takes twice as long.
     """
     agreement, checksum = _encode_agreement(plan.agreement)
     alike = pb.StepRequest(epoch=epoch, step_id=step_id).SerializeToString() + agreement
-    requests = []
-    for rank, batch in enumerate(plan.batches):
-        # In line, and unpacked once: a loop over all columns would take twice as long.
-        mode, rows, computed, tokens, num_tokens, num_new, blocks, windows, samples, *_ = batch
-        head, columns = _encode_heads(rank)[mode], b""
-        if size := rows.nbytes:
-            pieces: list[Any] = [_ROWS[size], rows, _NUM_COMPUTED[size], computed]
-            if num_new is not None and blocks is not None:
-                num_bytes = blocks.nbytes
-                pieces += (_NUM_NEW_BLOCKS[size], num_new, _NEW_BLOCK_IDS[num_bytes], blocks)
-                if windows is not None:
-                    pieces += (_NEW_WINDOW_BLOCK_IDS[num_bytes], windows)
-            if not (tokens is None and num_tokens is None and samples is None):
-                head += _encode_rest(batch, pieces)
+    requests = _encode_decodes(alike, plan.decodes)
+    for rank, batch in plan.mixed.items():
+        requests[rank] = _encode_batch(alike, rank, batch)
+    return requests, checksum
+
+
+def _encode_decodes(alike: bytes, decodes: DecodeColumns) -> list[bytes]:
+    """Returns each DP rank's StepRequest if it only decodes: bytes of all ranks, cut."""
+    row_set, computed, limits, num_new_blocks, new_block_ids, windows, block_cuts = decodes
+    computed_bytes, block_ids = computed.tobytes(), new_block_ids.tobytes()
+    num_tokens, num_new, window_ids = map(_to_bytes, (limits, num_new_blocks, windows))
+    requests, end, last = [], 0, 0
+    for rank, (rows, num_blocks) in enumerate(zip(row_set.local_rows, block_cuts[1:], strict=True)):
+        # In line: a loop over the columns, or a call for each rank, would take as long again.
+        start, end, size = end, end + len(rows), len(rows)
+        first, last = last, num_blocks * INT32_BYTES
+        head, columns = _encode_heads(rank)[_DECODE if size else _IDLE], b""
+        if size:
+            pieces = [_ROWS[size], rows, _NUM_COMPUTED[size], computed_bytes[start:end]]
+            if num_tokens is not None:
+                pieces += (_NUM_TOKENS[size], num_tokens[start:end])
+            if num_new is not None and first < last:
+                pieces += (_NUM_NEW_BLOCKS[size], num_new[start:end])
+                pieces += (_NEW_BLOCK_IDS[last - first], block_ids[first:last])
+                if window_ids is not None:
+                    pieces += (_NEW_WINDOW_BLOCK_IDS[last - first], window_ids[first:last])
             columns = b"".join(pieces)
             head += _SEQUENCES[len(columns)]
         requests.append(b"".join((alike, _PART[len(head) + len(columns)], head, columns)))
-    return requests, checksum
+    return requests
+
+
+def _to_bytes(column: Int32Array | None) -> bytes | None:
+    return None if column is None else column.tobytes()
+
+
+def _encode_batch(alike: bytes, rank: int, batch: RankBatch) -> bytes:
+    """Returns the StepRequest of a DP rank that has a batch of its own."""
+    head, pieces = _encode_heads(rank)[batch.mode], list[Any]()
+    if batch.starts:
+        columns = pb.RowStarts()
+        encode_starts(columns, batch.starts)
+        starts = columns.SerializeToString()
+        head += _STARTS[len(starts)] + starts
+    for name, field in _COLUMNS.items():
+        column = getattr(batch, name)
+        if column is not None:
+            pieces += (field[column.nbytes], column)
+    sequences = b"".join(pieces)
+    head += _SEQUENCES[len(sequences)]
+    return b"".join((alike, _PART[len(head) + len(sequences)], head, sequences))
 
 
 @cache
@@ -129,20 +164,6 @@ def _encode_heads(rank: int) -> tuple[bytes, ...]:
     """Returns a RankStep of nothing but the rank and the mode, for each BatchMode."""
     steps = [pb.RankStep(dp_rank=rank, forward_mode=mode) for mode in FORWARD_MODES]
     return tuple(step.SerializeToString() for step in steps)
-
-
-def _encode_rest(batch: RankBatch, pieces: list[Any]) -> bytes:
-    """Adds the columns that steps without prompts and drafts do not have. Returns the starts."""
-    for name in ("token_ids", "num_tokens", "samples", "num_scored", "scored_ids"):
-        column = getattr(batch, name)
-        if column is not None:
-            pieces += (_COLUMNS[name][column.nbytes], column)
-    if not batch.starts:
-        return b""
-    columns = pb.RowStarts()
-    encode_starts(columns, batch.starts)
-    starts = columns.SerializeToString()
-    return _STARTS[len(starts)] + starts
 
 
 @lru_cache(maxsize=1)  # as long as no sequence comes or goes, the next step's is the same
@@ -261,86 +282,75 @@ def difference(response: pb.StepResponse, sent: bytes) -> str:
 
 
 def decode_step(
-    responses: Sequence[pb.StepResponse], batches: Sequence[RankBatch], vocab_size: int
+    responses: Sequence[pb.StepResponse], plan: StepPlan, vocab_size: int
 ) -> StepResult:
-    """Returns what the DP ranks answered for their batches.
+    """Returns what the DP ranks answered.
 
     Args:
         responses: One of each rank.
-        batches: What each was sent.
+        plan: What they were sent.
         vocab_size: Token ids are below it.
 
     Raises:
         WrongAnswer: One is for another rank, has too many or too few tokens, or some that are none.
     """
-    columns, gains, failing, has_scores = [], [], [], False
-    for rank, (response, batch) in enumerate(zip(responses, batches, strict=True)):
-        # In line: a call for each rank would take 2 us of a step's 27.
+    columns, gains, failures = [], dict[int, Int32Array](), list[RowFailure]()
+    for rank, (response, num_sampled) in enumerate(zip(responses, plan.num_sampled, strict=True)):
+        # In line: a call for each rank would take as long again.
         parts = response.ranks
         if len(parts) != 1 or (part := parts[0]).dp_rank != rank:
             raise _for_others(parts, rank)
-        column, gained, samples = part.next_token_ids, None, batch.samples
-        num_sampled = len(batch.rows) if samples is None else int(np.count_nonzero(samples))
+        column, num_due = part.next_token_ids, num_sampled
         if part.num_next_tokens:
-            gained = _check_gains(part.num_next_tokens, batch, num_sampled, rank)
-        if len(column) != (num_sampled if gained is None else int(gained.sum())) * INT32_BYTES:
-            raise _wrong_length(column, num_sampled, gained, rank)
+            gains[rank] = _check_gains(part.num_next_tokens, plan, rank)
+            num_due = int(gains[rank].sum())
+        if len(column) != num_due * INT32_BYTES:
+            raise _wrong_length(column, num_sampled, num_due, rank)
         columns.append(column)
-        gains.append(gained)
         if part.grammar_failures:
-            failing.append(rank)
-        if batch.scorings:
-            has_scores = True
+            failures += _read_failures(part, plan.batch(rank))
     # All ranks end to end: a comparison for each would take ten times as long.
     tokens = np.frombuffer(b"".join(columns), INT32)
     if (place := _place_outside(tokens, vocab_size)) is not None:
         ends = list(accumulate(len(column) // INT32_BYTES for column in columns))
         raise _outside(bisect_right(ends, place), "next_token_ids", tokens[place], vocab_size)
-    results, start, times = [], 0, 0
-    for response, column, gained in zip(responses, columns, gains, strict=True):
-        end = start + len(column) // INT32_BYTES
-        queued_ns, forward_ns = response.queued_ns, response.forward_ns
-        times |= queued_ns | forward_ns
-        fields = (
-            tokens[start:end],
-            NO_FLOATS,
-            NO_INTS,
-            NO_FLOATS,
-            queued_ns,
-            forward_ns,
-            gained,
-            (),
-            NO_FLOATS,
-        )
-        results.append(new_tuple(RankResult, fields))
-        start = end
-    if times >> TIME_BITS:
-        _refuse_times(results)
-    for rank in failing:
-        failures = _read_failures(responses[rank].ranks[0], batches[rank])
-        results[rank] = results[rank]._replace(failures=failures)
-    if has_scores:
-        for rank, batch in enumerate(batches):
-            if batch.scorings:
-                part = responses[rank].ranks[0]
-                results[rank] = _with_scores(results[rank], part, batch, vocab_size)
-    return tuple(results)
+    queued_ns = [response.queued_ns for response in responses]
+    forward_ns = [response.forward_ns for response in responses]
+    if max(*queued_ns, *forward_ns) >> TIME_BITS:
+        _refuse_times(queued_ns, forward_ns)
+    scores = {
+        rank: _read_scores(responses[rank].ranks[0], batch.scorings, vocab_size)
+        for rank, batch in plan.mixed.items()
+        if batch.scorings
+    }
+    all_gains = _join_gains(gains, plan.num_sampled) if gains else None
+    return StepResult(tokens, all_gains, queued_ns, forward_ns, failures, scores)
 
 
-def _read_failures(part: pb.RankResult, batch: RankBatch) -> list[tuple[int, str]]:
-    failures = [(failure.row, failure.problem) for failure in part.grammar_failures]
-    if strange := {row for row, _ in failures}.difference(batch.rows.tolist()):
+def _join_gains(gains: Mapping[int, Int32Array], num_sampled: Sequence[int]) -> Int32Array:
+    """Returns the gains of all ranks, those that said none having gained 1 each."""
+    joined = np.ones(sum(num_sampled), dtype=np.int32)
+    ends = list(accumulate(num_sampled))
+    for rank, gained in gains.items():
+        joined[ends[rank] - len(gained) : ends[rank]] = gained
+    return joined
+
+
+def _read_failures(part: pb.RankResult, batch: RankBatch) -> list[RowFailure]:
+    rank, rows = part.dp_rank, set(batch.rows.tolist())
+    failures = [RowFailure(rank, failure.row, failure.problem) for failure in part.grammar_failures]
+    if strange := {failure.row for failure in failures} - rows:
         problem = f"grammar_failures has row {min(strange)}, which the step does not run"
-        raise WrongAnswer(part.dp_rank, problem)
+        raise WrongAnswer(rank, problem)
     return failures
 
 
-def _refuse_times(results: Sequence[RankResult]) -> NoReturn:
-    times = [(result.queued_ns, result.forward_ns) for result in results]
+def _refuse_times(queued_ns: Sequence[int], forward_ns: Sequence[int]) -> NoReturn:
+    times = list(zip(queued_ns, forward_ns, strict=True))
     rank = times.index(max(times, key=max))
-    queued_ns, forward_ns = times[rank]
+    queued, forward = times[rank]
     raise WrongAnswer(
-        rank, f"queued_ns={queued_ns} and forward_ns={forward_ns}, below {1 << TIME_BITS} each"
+        rank, f"queued_ns={queued} and forward_ns={forward}, below {1 << TIME_BITS} each"
     )
 
 
@@ -349,11 +359,8 @@ def _for_others(parts: Sequence[pb.RankResult], rank: int) -> WrongAnswer:
     return WrongAnswer(rank, f"it answered for the ranks {answered}, not for itself")
 
 
-def _wrong_length(
-    column: bytes, num_sampled: int, gained: Int32Array | None, rank: int
-) -> WrongAnswer:
-    num_due = num_sampled if gained is None else int(gained.sum())
-    given = "" if gained is None else f", whose num_next_tokens add up to {num_due}"
+def _wrong_length(column: bytes, num_sampled: int, num_due: int, rank: int) -> WrongAnswer:
+    given = "" if num_due == num_sampled else f", whose num_next_tokens add up to {num_due}"
     return WrongAnswer(
         rank,
         f"a column of {len(column)} bytes of next_token_ids for {num_sampled} sequences that "
@@ -373,8 +380,9 @@ def _outside(rank: int, name: str, token_id: int, vocab_size: int) -> WrongAnswe
     return WrongAnswer(rank, f"{name} has {token_id}, where ids are 0 to {vocab_size - 1}")
 
 
-def _check_gains(gains: bytes, batch: RankBatch, num_sampled: int, rank: int) -> Int32Array | None:
-    """Returns how many tokens each sampling sequence gained; None: 1 each."""
+def _check_gains(gains: bytes, plan: StepPlan, rank: int) -> Int32Array:
+    """Returns how many tokens each sampling sequence of a rank gained."""
+    num_sampled, start = plan.num_sampled[rank], sum(plan.num_sampled[:rank])
     if len(gains) != num_sampled * INT32_BYTES:
         raise WrongAnswer(
             rank,
@@ -382,27 +390,26 @@ def _check_gains(gains: bytes, batch: RankBatch, num_sampled: int, rank: int) ->
             f"sample, which take {num_sampled * INT32_BYTES}",
         )
     gained = np.frombuffer(gains, INT32)
-    # Only a decode that drafts has `num_tokens`: what each may gain.
-    limits = batch.num_tokens if batch.mode is BatchMode.DECODE else None
-    is_wrong = (gained < 1) | (gained > (1 if limits is None else limits))
+    limits = np.ones_like(gained)
+    if plan.limits is not None:
+        limits = plan.limits[start : start + num_sampled]
+    is_wrong = (gained < 1) | (gained > limits)
     if is_wrong.any():
+        batch, place = plan.batch(rank), int(is_wrong.argmax())
         rows = batch.rows if batch.samples is None else batch.rows[batch.samples != 0]
-        place = int(is_wrong.argmax())
-        limit = 1 if limits is None else limits[place]
+        limit = limits[place]
         raise WrongAnswer(
             rank,
             f"num_next_tokens has {gained[place]} for row {rows[place]}, which gains "
             + (f"1 to {limit} in this step" if limit > 1 else "1 in this step"),
         )
-    return gained if len(gained) and gained.max() > 1 else None
+    return gained
 
 
-def _with_scores(
-    result: RankResult, part: pb.RankResult, batch: RankBatch, vocab_size: int
-) -> RankResult:
-    """Returns a rank's result with the log probabilities that were asked for."""
+def _read_scores(part: pb.RankResult, scorings: Sequence[Scoring], vocab_size: int) -> Scores:
+    """Returns the log probabilities that were asked for."""
     num_scores, num_top, num_given = 0, 0, 0
-    for scoring in batch.scorings:
+    for scoring in scorings:
         count, output = len(scoring.scored_ids), scoring.sequence.request.output
         count += scoring.sample_index is not None
         num_scores += count
@@ -419,9 +426,9 @@ def _with_scores(
     top_ids = np.frombuffer(part.top_ids, INT32)
     if (place := _place_outside(top_ids, vocab_size)) is not None:
         raise _outside(part.dp_rank, "top_ids", top_ids[place], vocab_size)
-    return result._replace(
-        logprobs=np.frombuffer(part.logprobs, FLOAT32),
-        top_ids=top_ids,
-        top_logprobs=np.frombuffer(part.top_logprobs, FLOAT32),
-        given_logprobs=np.frombuffer(part.given_logprobs, FLOAT32),
+    return Scores(
+        np.frombuffer(part.logprobs, FLOAT32),
+        top_ids,
+        np.frombuffer(part.top_logprobs, FLOAT32),
+        np.frombuffer(part.given_logprobs, FLOAT32),
     )

@@ -1,12 +1,30 @@
 """Arrays of a table's rows: their types, and what numpy lacks for them."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Rows = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
+
+INT32_BYTES = 4
+
+
+class RowSet(NamedTuple):
+    """Some rows of a table, ascending, and where they lie.
+
+    Attributes:
+        rows: int64 [n].
+        num_rows: [dp_size] how many of them each rank has.
+        cuts: [dp_size + 1] where each rank's part of `rows` begins, and their number.
+        local_rows: [dp_size] each rank's part as the rank numbers its rows: int32, as it travels.
+    """
+
+    rows: Rows
+    num_rows: list[int]
+    cuts: list[int]
+    local_rows: list[bytes]
 
 
 def spread(starts: Rows, counts: npt.NDArray[np.integer[Any]]) -> Rows:

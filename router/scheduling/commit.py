@@ -5,6 +5,8 @@ their last token, or because Python must look (`is_inspected`). `apply_stop_cond
 one such row.
 """
 
+from collections.abc import Sequence as SequenceOf
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +15,7 @@ from router.requests.request import Int32Array, TokenLogprob
 from router.scheduling.columns import Mask, Rows
 from router.scheduling.sequence_table import RowStatus, SequenceTable
 from router.scheduling.speculation import NO_DRAFTS, DraftCounts
-from router.scheduling.step import RankBatch, RankResult, StepPlan, StepResult
+from router.scheduling.step import Scores, Scoring, StepPlan, StepResult
 
 
 class NewTokens(NamedTuple):
@@ -45,8 +47,7 @@ def write_tokens(
         result: What its executors answered.
         has_ended: Some rows may have ended meanwhile; their tokens are dropped.
     """
-    rows = plan.sampled_rows
-    tokens = np.concatenate([part.next_token_ids for part in result])
+    rows, tokens = plan.sampled_rows, result.token_ids
     if has_ended:
         is_live = table.status.take(rows) != RowStatus.ENDED
         rows, tokens = rows[is_live], tokens[is_live]
@@ -75,9 +76,9 @@ def write_runs(
     nobody ever sees them. Stop conditions that only Python can check (`is_inspected`) are the
     caller's.
     """
-    rows, limits, gains = plan.sampled_rows, plan.limits, gains_of(result)
+    rows, limits, tokens = plan.sampled_rows, plan.limits, result.token_ids
     assert limits is not None
-    tokens = np.concatenate([part.next_token_ids for part in result])
+    gains = np.ones_like(limits) if result.gains is None else result.gains
     table.num_computed[rows] -= limits - gains
     table.num_drafts[rows] += limits - 1
     table.num_accepted[rows] += gains - 1
@@ -96,17 +97,6 @@ def write_runs(
     has_token = np.zeros(len(table.status), dtype=np.bool_)
     has_token[rows] = True
     return NewTokens(rows, has_token, int(kept.sum()), due, drafts)
-
-
-def gains_of(result: StepResult) -> Int32Array:
-    """Returns int32 [S], how many tokens each sequence that sampled gained, ranks in order."""
-    gains = [
-        np.ones(len(part.next_token_ids), dtype=np.int32)
-        if part.num_next_tokens is None
-        else part.num_next_tokens
-        for part in result
-    ]
-    return np.concatenate(gains)
 
 
 def _cut_at_stops(
@@ -157,30 +147,34 @@ def hand_out_logprobs(plan: StepPlan, result: StepResult) -> None:
 
     A sequence that ended meanwhile drops them, as it drops the step's token.
     """
-    for batch, part in zip(plan.batches, result, strict=True):
-        if batch.scorings:
-            _hand_out_logprobs(batch, part)
+    if not result.scores:
+        return
+    first_tokens = result.token_ids  # of each sequence: a scored one gains one, others maybe more
+    if result.gains is not None:
+        first_tokens = first_tokens[result.gains.cumsum() - result.gains]
+    starts = list(accumulate(plan.num_sampled, initial=0))
+    for rank, scores in result.scores.items():
+        _hand_out_logprobs(plan.mixed[rank].scorings, scores, first_tokens[starts[rank] :])
 
 
-def _hand_out_logprobs(batch: RankBatch, result: RankResult) -> None:
-    position, top_position, given_position, first_tokens = 0, 0, 0, None
-    if result.num_next_tokens is not None:  # a scored row gains one token, others may gain more
-        first_tokens = result.num_next_tokens.cumsum() - result.num_next_tokens
-    for scoring in batch.scorings:
+def _hand_out_logprobs(
+    scorings: SequenceOf[Scoring], scores: Scores, first_tokens: Int32Array
+) -> None:
+    """Hands out one rank's, to whose sequences that sample the first tokens belong."""
+    position, top_position, given_position = 0, 0, 0
+    for scoring in scorings:
         output = scoring.sequence.request.output
         num_top, num_given = output.top_logprobs, len(output.logprob_ids)
         token_ids = scoring.scored_ids.tolist()
         if scoring.sample_index is not None:
-            index = scoring.sample_index
-            index = index if first_tokens is None else int(first_tokens[index])
-            token_ids.append(int(result.next_token_ids[index]))
+            token_ids.append(int(first_tokens[scoring.sample_index]))
         entries = []
         for token_id in token_ids:
             top = slice(top_position, top_position + num_top)
             given = slice(given_position, given_position + num_given)
-            logprob = float(result.logprobs[position])
-            of_top = result.top_ids[top], result.top_logprobs[top]
-            entry = TokenLogprob(token_id, logprob, *of_top, result.given_logprobs[given])
+            logprob = float(scores.logprobs[position])
+            of_top = scores.top_ids[top], scores.top_logprobs[top]
+            entry = TokenLogprob(token_id, logprob, *of_top, scores.given_logprobs[given])
             entries.append(entry)
             position, top_position, given_position = position + 1, top.stop, given.stop
         if not scoring.sequence.is_ended:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -50,7 +49,6 @@ from router.scheduling.step import (
     GraphMiss,
     InFlight,
     PaddingMode,
-    RankResult,
     StepPlan,
     StepResult,
 )
@@ -74,11 +72,6 @@ REFUSALS = (
     Unimplemented,
 )
 FAILURES = (Cancelled, DeadlineExceeded, ShuttingDown, ConstraintFailed, ExecutorFailed)
-
-# Read by index, of every rank in every step.
-_QUEUED_NS, _FORWARD_NS = (
-    itemgetter(RankResult._fields.index(n)) for n in ("queued_ns", "forward_ns")
-)
 
 Counts = npt.NDArray[np.int64]
 
@@ -161,8 +154,8 @@ class EpochStats:
         self._caches = caches
         self._num_preemptions = num_preemptions
         self._graph_sizes = graph_sizes
-        self._last_tokens: tuple[int, ...] = ()
-        self._last_result: StepResult = ()
+        self._last_tokens: SequenceOf[int] = ()
+        self._last_forward_ns: SequenceOf[int] = ()
         self._counts = np.zeros((4, len(caches)), np.int64)  # the first four of RankCounts
         # By whether a rank extended, whether any drafted, the graph's size, and why there was none.
         self._num_steps: Counter[tuple[bool, bool, int | None, GraphMiss | None]] = Counter()
@@ -174,11 +167,10 @@ class EpochStats:
         """Counts a step that was committed now, and what came of its drafts."""
         self.num_steps += 1
         self.last_time = now
-        self._last_tokens, self._last_result = plan.agreement.global_num_tokens, result
-        if plan.limits is None:
-            self.num_output_tokens += len(plan.sampled_rows)
-        else:
-            self.num_output_tokens += sum(len(part.next_token_ids) for part in result)
+        self._last_tokens = plan.agreement.global_num_tokens
+        self._last_forward_ns = result.forward_ns
+        self.num_output_tokens += len(result.token_ids)
+        if plan.limits is not None:
             self.drafts += drafts
         self._agreements.append(plan.agreement)
         if len(self._agreements) == FOLD_STEPS:
@@ -206,7 +198,7 @@ class EpochStats:
 
     def last_step(self) -> list[tuple[int, float]]:
         """Returns each rank's tokens and its executor's seconds of the last step; [] before it."""
-        seconds = [part.forward_ns / 1e9 for part in self._last_result]
+        seconds = [forward_ns / 1e9 for forward_ns in self._last_forward_ns]
         return list(zip(self._last_tokens, seconds, strict=True))
 
     def counts(self) -> Counts:
@@ -261,8 +253,8 @@ class StepTimes:
     def _fold(self) -> None:
         answers, self._answers = self._answers, []
         for result, way_s in answers:
-            queued_s = max(map(_QUEUED_NS, result)) * 1e-9
-            execute_s = max(map(_FORWARD_NS, result)) * 1e-9
+            queued_s = max(result.queued_ns) * 1e-9
+            execute_s = max(result.forward_ns) * 1e-9
             self.seconds["queue"] += queued_s
             self.seconds["execute"] += execute_s
             self.seconds["wire"] += max(0.0, way_s - queued_s - execute_s)

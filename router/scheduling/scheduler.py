@@ -594,12 +594,11 @@ class Scheduler:
 
     def _fail_rows(self, result: StepResult) -> None:
         """Ends the sequences that cannot keep to their grammars, with none of the step's tokens."""
-        for part, first_row in zip(result, self.table.first_rows.tolist(), strict=False):
-            for row, problem in part.failures:
-                sequence = self.table.sequences[first_row + row]
-                if sequence is not None and sequence.request.grammar:  # else it has ended meanwhile
-                    sequence.error = ConstraintFailed(problem)
-                    self._end([sequence])
+        for rank, row, problem in result.failures:
+            sequence = self.table.sequences[int(self.table.first_rows[rank]) + row]
+            if sequence is not None and sequence.request.grammar:  # else it has ended meanwhile
+                sequence.error = ConstraintFailed(problem)
+                self._end([sequence])
 
     def _end(self, sequences: list[Sequence]) -> None:
         """Lets go of bound sequences whose finish_reason or error was just set."""

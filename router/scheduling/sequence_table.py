@@ -22,12 +22,12 @@ is in flight, num_computed counts all of them, and is an upper bound.
 
 from collections.abc import Sequence as SequenceOf
 from itertools import accumulate
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 
 from router.requests.request import Columns, Int32Array, Sequence
-from router.scheduling.columns import Mask, Rows
+from router.scheduling.columns import INT32_BYTES, Mask, Rows, RowSet
 from router.scheduling.kv.block_pool import BlockIds
 from router.scheduling.kv.prefix_cache import CachedPrefix
 from router.scheduling.row_tokens import RowTokens
@@ -54,22 +54,6 @@ class RowStatus:
     ENDED: Final = 4  # has its result, but a step in flight still runs it
 
 
-class RowSet(NamedTuple):
-    """Some rows of a table, ascending, and where they lie.
-
-    Attributes:
-        rows: int64 [n].
-        num_rows: [dp_size] how many of them each rank has.
-        parts: [dp_size] where each rank's part of `rows` lies.
-        local_rows: [dp_size] int32, each rank's part as the rank numbers its rows.
-    """
-
-    rows: Rows
-    num_rows: list[int]
-    parts: list[slice]
-    local_rows: list[Int32Array]
-
-
 def _shared(column: Column) -> Column:
     """Returns a column that nobody may write to."""
     column.flags.writeable = False
@@ -77,9 +61,8 @@ def _shared(column: Column) -> Column:
 
 
 def _no_rows(dp_size: int) -> RowSet:
-    nothing = _shared(np.zeros(0, dtype=np.int32))
-    parts = [slice(0, 0)] * dp_size
-    return RowSet(_shared(np.zeros(0, np.int64)), [0] * dp_size, parts, [nothing] * dp_size)
+    nothing = _shared(np.zeros(0, dtype=np.int64))
+    return RowSet(nothing, [0] * dp_size, [0] * (dp_size + 1), [b""] * dp_size)
 
 
 class SequenceTable:
@@ -207,11 +190,10 @@ class SequenceTable:
             last = np.frombuffer(last_mask, dtype=np.bool_).reshape(self.dp_size, -1)
             local_rows = self._last_row_set.local_rows.copy()
             for rank in np.flatnonzero((by_rank != last).any(axis=1)).tolist():
-                local_rows[rank] = _shared(np.flatnonzero(by_rank[rank]).astype(np.int32))
-            ends = list(accumulate(map(len, local_rows), initial=0))
-            parts = list(map(slice, ends, ends[1:]))
-            num_rows = list(map(len, local_rows))
-            self._last_row_set = RowSet(_shared(np.flatnonzero(mask)), num_rows, parts, local_rows)
+                local_rows[rank] = np.flatnonzero(by_rank[rank]).astype(np.int32).tobytes()
+            num_rows = [len(column) // INT32_BYTES for column in local_rows]
+            cuts = list(accumulate(num_rows, initial=0))
+            self._last_row_set = RowSet(_shared(np.flatnonzero(mask)), num_rows, cuts, local_rows)
         return self._last_row_set
 
     def kv_tokens(self, mask: Mask) -> Rows:

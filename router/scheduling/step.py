@@ -3,9 +3,11 @@
 The parts of each rank in each step are named tuples: made in a third of a dataclass's time.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from enum import Enum, IntEnum, StrEnum, auto
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +15,7 @@ import numpy.typing as npt
 
 from protos.settings import above, setting
 from router.requests.request import Float32Array, Int32Array, Sequence
+from router.scheduling.columns import Mask, Rows, RowSet
 
 # ---- steps
 
@@ -66,6 +69,8 @@ class Scoring:
 class RankBatch(NamedTuple):
     """One DP rank's part of a step, in columns; B sequences. See SequenceColumns.
 
+    A rank that only decodes has none in the plan, but is a part of the DecodeColumns.
+
     Attributes:
         rows: [B] rows of this rank's block table.
         num_computed_tokens: [B]; upper bounds where an earlier step with drafts is not back.
@@ -97,6 +102,44 @@ class RankBatch(NamedTuple):
     scorings: SequenceOf[Scoring] = ()
 
 
+class DecodeColumns(NamedTuple):
+    """All ranks' decodes in columns, ranks end to end. See RankBatch.
+
+    Attributes:
+        row_set: The rows, D of them.
+        num_computed_tokens: [D].
+        num_tokens: [D]; None: 1 each.
+        num_new_blocks: [D]; None: none.
+        new_block_ids: [sum(num_new_blocks)]; likewise the one that follows.
+        new_window_block_ids: None without windows.
+        block_cuts: [dp_size + 1] where each rank's new blocks begin, and their number.
+    """
+
+    row_set: RowSet
+    num_computed_tokens: Int32Array
+    num_tokens: Int32Array | None
+    num_new_blocks: Int32Array | None
+    new_block_ids: Int32Array
+    new_window_block_ids: Int32Array | None
+    block_cuts: list[int]
+
+    def batch(self, rank: int) -> RankBatch:
+        """Returns one rank's decodes."""
+        part = slice(*self.row_set.cuts[rank : rank + 2])
+        blocks = slice(*self.block_cuts[rank : rank + 2])
+        num_new = None if blocks.start == blocks.stop else self.num_new_blocks
+        window_ids = None if num_new is None else self.new_window_block_ids
+        return RankBatch(
+            BatchMode.IDLE if part.start == part.stop else BatchMode.DECODE,
+            np.frombuffer(self.row_set.local_rows[rank], np.int32),
+            self.num_computed_tokens[part],
+            num_tokens=None if self.num_tokens is None else self.num_tokens[part],
+            num_new_blocks=None if num_new is None else num_new[part],
+            new_block_ids=None if num_new is None else self.new_block_ids[blocks],
+            new_window_block_ids=None if window_ids is None else window_ids[blocks],
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Agreement:
     """What every rank must do alike; StepAgreement in executor.proto.
@@ -125,21 +168,36 @@ class StepPlan:
     """A step of all DP ranks.
 
     Attributes:
-        batches: One per DP rank.
+        decodes: All ranks'.
+        mixed: By DP rank, batches of those that run chunks beside their decodes, or give log
+            probabilities.
         runs: bool [R], rows of the sequence table that take part.
         sampled_rows: Rows of the sequence table that sample, ranks in order, in batch order.
+        num_sampled: [dp_size] how many of these each rank has.
         limits: int32, of each of those rows, the most tokens that it may gain; None: 1 each.
         kv_tokens: int64 [dp_size], computed tokens of each rank's decodes, whose KV they read.
         num_pairs: float64 [dp_size], query-key pairs of each rank's chunks; None: it has none.
     """
 
     agreement: Agreement
-    batches: tuple[RankBatch, ...]
-    runs: npt.NDArray[np.bool_]
-    sampled_rows: npt.NDArray[np.int64]
+    decodes: DecodeColumns
+    mixed: Mapping[int, RankBatch]
+    runs: Mask
+    sampled_rows: Rows
+    num_sampled: SequenceOf[int]
     limits: Int32Array | None
-    kv_tokens: npt.NDArray[np.int64]
+    kv_tokens: Rows
     num_pairs: npt.NDArray[np.float64] | None = None
+
+    def batch(self, rank: int) -> RankBatch:
+        """Returns one DP rank's part."""
+        mixed = self.mixed.get(rank)
+        return self.decodes.batch(rank) if mixed is None else mixed
+
+    @property
+    def batches(self) -> list[RankBatch]:
+        """Each DP rank's part, made for each call."""
+        return [self.batch(rank) for rank in range(len(self.num_sampled))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,28 +237,45 @@ NO_FLOATS = np.zeros(0, dtype=np.float32)
 NO_INTS = np.zeros(0, dtype=np.int32)
 
 
-class RankResult(NamedTuple):
-    """What one DP rank's part of a step gave; RankResult in executor.proto.
+class Scores(NamedTuple):
+    """Log probabilities that a DP rank's part of a step gave; RankResult in executor.proto.
 
     Attributes:
-        next_token_ids: [sum(num_next_tokens)], sequences that sample end to end.
-        num_next_tokens: Of each of them; None: 1 each.
-        failures: Rows of the rank that cannot keep to their grammar, and why.
         given_logprobs: Of the tokens that rows name, as many as each names for each of its scores.
     """
 
-    next_token_ids: Int32Array
     logprobs: Float32Array = NO_FLOATS
     top_ids: Int32Array = NO_INTS
     top_logprobs: Float32Array = NO_FLOATS
-    queued_ns: int = 0
-    forward_ns: int = 0
-    num_next_tokens: Int32Array | None = None
-    failures: SequenceOf[tuple[int, str]] = ()
     given_logprobs: Float32Array = NO_FLOATS
 
 
-StepResult = tuple[RankResult, ...]
+class RowFailure(NamedTuple):
+    """A row of a DP rank that cannot keep to its grammar, and why."""
+
+    rank: int
+    row: int
+    problem: str
+
+
+class StepResult(NamedTuple):
+    """What a step gave, ranks end to end; S sequences that sample.
+
+    Attributes:
+        token_ids: [sum(gains)], of sequences end to end.
+        gains: [S] tokens of each; None: 1 each.
+        queued_ns: [dp_size] nanoseconds from its arrival at each rank until the one before was done.
+        forward_ns: [dp_size] nanoseconds that each rank took.
+        failures: Of grammars.
+        scores: By DP rank, of those that give log probabilities.
+    """
+
+    token_ids: Int32Array
+    gains: Int32Array | None
+    queued_ns: SequenceOf[int]
+    forward_ns: SequenceOf[int]
+    failures: SequenceOf[RowFailure] = ()
+    scores: Mapping[int, Scores] = MappingProxyType({})
 
 
 # ---- groups

@@ -1,7 +1,8 @@
 """Step builder: the rows that run as the columns that travel, and the ranks' agreement on the step.
 
-Decodes are laid out for all ranks at once and then cut by rank: most steps have nothing else, and
-need few columns. Chunks of prompts come behind each rank's decodes. Rows are marked as handed out.
+Decodes are columns of all ranks at once: most steps have nothing else, and nobody cuts these before
+they are sent. A rank with chunks of prompts has a batch of its own, with the chunks behind its decodes.
+Rows are marked as handed out.
 """
 
 from bisect import bisect_left
@@ -14,13 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from router.requests.request import Int32Array
-from router.scheduling.columns import Mask, Rows, offsets, spread
-from router.scheduling.sequence_table import RowSet, RowStatus, SequenceTable
+from router.scheduling.columns import Mask, Rows, RowSet, offsets, spread
+from router.scheduling.sequence_table import RowStatus, SequenceTable
 from router.scheduling.step import (
     NO_GRAPHS,
     Agreement,
     BatchMode,
     CapturedSizes,
+    DecodeColumns,
     GraphMiss,
     GroupShape,
     PaddingMode,
@@ -34,12 +36,6 @@ from router.scheduling.step import (
 LAST_SAMPLED = -1  # in a batch with chunks: the token that the row of a decode sampled last
 
 NOTHING = np.zeros(0, dtype=np.int32)
-NewBlocks = tuple[Int32Array | None, Int32Array | None, Int32Array | None]
-NONE: NewBlocks = (None, None, None)
-IDLE = RankBatch(BatchMode.IDLE, NOTHING, NOTHING)
-DECODE = BatchMode.DECODE
-NO_CHUNKS = (None, None, None, (), ())  # the columns of a batch that only chunks have
-new_tuple = tuple.__new__  # a NamedTuple's own takes twice as long
 
 
 class Chunk(NamedTuple):
@@ -103,7 +99,8 @@ class StepBuilder:
         decodes, has_extend, num_draft_tokens = table.row_set(runs), any(chunks), 0
         kv_tokens = table.kv_tokens(runs)
         num_pairs = self._num_pairs(chunks) if has_extend else None
-        batches, sampled_rows = self._decode_batches(decodes, runs, limits), decodes.rows
+        columns, sampled_rows = self._decode_columns(decodes, runs, limits), decodes.rows
+        mixed: dict[int, RankBatch] = {}
         num_rows = num_tokens = decodes.num_rows
         if limits is not None:
             assert speculation is not None
@@ -113,13 +110,14 @@ class StepBuilder:
         counts = Counts(num_rows, num_tokens, num_tokens, num_rows, num_rows)
         if has_extend:
             counts = Counts(*map(list[int], counts))
-            sampled_rows = self._add_chunks(batches, counts, decodes, chunks)
+            sampled_rows = self._add_chunks(mixed, counts, columns, chunks)
             runs[[chunk.row for chunk in chain.from_iterable(chunks)]] = True
         if table.num_scored:
-            self._add_scorings(batches)
+            self._add_scorings(mixed, columns)
         table.num_in_flight += runs
         agreement = self._agree(decodes, counts, has_extend=has_extend, num_drafts=num_draft_tokens)
-        return StepPlan(agreement, tuple(batches), runs, sampled_rows, limits, kv_tokens, num_pairs)
+        sampled = sampled_rows, counts.sampled
+        return StepPlan(agreement, columns, mixed, runs, *sampled, limits, kv_tokens, num_pairs)
 
     def _agree(
         self, decodes: RowSet, counts: Counts, *, has_extend: bool, num_drafts: int
@@ -154,10 +152,10 @@ class StepBuilder:
 
     # ---- steps without prompts
 
-    def _decode_batches(
+    def _decode_columns(
         self, decodes: RowSet, runs: Mask, limits: Int32Array | None
-    ) -> list[RankBatch]:
-        """Returns every rank's decodes: columns of all ranks at once, then cut by rank."""
+    ) -> DecodeColumns:
+        """Returns every rank's decodes."""
         table = self._table
         computed = table.num_computed.take(decodes.rows)
         if limits is None:
@@ -167,29 +165,16 @@ class StepBuilder:
         num_new = table.num_blocks - table.num_sent_blocks
         has_new = num_new > 0
         has_new &= runs
-        cuts, block_ids, window_ids = [0] * (table.dp_size + 1), NOTHING, None
-        if np.count_nonzero(has_new):
-            grown = np.flatnonzero(has_new)
-            counts, block_ids, window_ids = self._take_new_blocks(grown)
-            cuts = table.cuts_of(grown)
-            if len(block_ids) > len(grown):  # drafts may take a row over several blocks' ends
-                cuts = offsets(counts, cuts)
-            num_new = num_new.take(decodes.rows)
-        batches = []
-        for local_rows, part, start, end in zip(
-            decodes.local_rows, decodes.parts, cuts, cuts[1:], strict=False
-        ):
-            if part.start == part.stop:
-                batches.append(IDLE)
-                continue
-            new_blocks = NONE
-            if start < end:
-                window = None if window_ids is None else window_ids[start:end]
-                new_blocks = (num_new[part], block_ids[start:end], window)
-            num_tokens = None if limits is None else limits[part]
-            fields = (DECODE, local_rows, computed[part], None, num_tokens, *new_blocks, *NO_CHUNKS)
-            batches.append(new_tuple(RankBatch, fields))
-        return batches
+        if not np.count_nonzero(has_new):
+            no_cuts = [0] * (table.dp_size + 1)
+            return DecodeColumns(decodes, computed, limits, None, NOTHING, None, no_cuts)
+        grown = np.flatnonzero(has_new)
+        counts, block_ids, window_ids = self._take_new_blocks(grown)
+        cuts = table.cuts_of(grown)
+        if len(block_ids) > len(grown):  # drafts may take a row over several blocks' ends
+            cuts = offsets(counts, cuts)
+        num_new = num_new.take(decodes.rows)
+        return DecodeColumns(decodes, computed, limits, num_new, block_ids, window_ids, cuts)
 
     def _take_new_blocks(self, rows: Rows) -> tuple[Int32Array, Int32Array, Int32Array | None]:
         """Returns how many blocks each row has that its executor does not know, and the blocks.
@@ -207,14 +192,14 @@ class StepBuilder:
 
     def _add_chunks(
         self,
-        batches: list[RankBatch],
+        mixed: dict[int, RankBatch],
         counts: Counts,
-        decodes: RowSet,
+        decodes: DecodeColumns,
         chunks: SequenceOf[SequenceOf[Chunk]],
     ) -> Rows:
         """Adds each rank's chunks behind its decodes. Returns all rows that sample, ranks in order."""
         table = self._table
-        sampled_parts = [decodes.rows[part] for part in decodes.parts]
+        sampled_parts = np.split(decodes.row_set.rows, decodes.row_set.cuts[1:-1])
         for rank, rank_chunks in enumerate(chunks):
             if not rank_chunks:
                 continue
@@ -229,7 +214,7 @@ class StepBuilder:
             counts.draft_rows[rank] += len(batch.token_ids) + len(sampled)
             counts.sampled[rank] += len(sampled)
             sampled_parts[rank] = np.concatenate((sampled_parts[rank], sampled))
-            batches[rank] = _join(batches[rank], batch)
+            mixed[rank] = _join(decodes.batch(rank), batch)
         return np.concatenate(sampled_parts)
 
     def _chunk_batch(self, chunks: SequenceOf[Chunk]) -> RankBatch:
@@ -274,10 +259,11 @@ class StepBuilder:
             starts=starts,
         )
 
-    def _add_scorings(self, batches: list[RankBatch]) -> None:
+    def _add_scorings(self, mixed: dict[int, RankBatch], decodes: DecodeColumns) -> None:
         """Adds the sequences that get log probabilities."""
         table = self._table
-        for rank, batch in enumerate(batches):
+        for rank in range(table.dp_size):
+            batch = mixed.get(rank) or decodes.batch(rank)
             rows = batch.rows + table.first_rows[rank]
             samples = np.ones(len(rows), np.uint8) if batch.samples is None else batch.samples
             sample_indices = samples.cumsum() - 1
@@ -295,7 +281,7 @@ class StepBuilder:
                 for i in np.flatnonzero(is_sampled | (num_scored > 0)).tolist()
             ]
             if scorings:
-                batches[rank] = batch._replace(scorings=scorings)
+                mixed[rank] = batch._replace(scorings=scorings)
 
 
 def _join(decodes: RankBatch, chunks: RankBatch) -> RankBatch:

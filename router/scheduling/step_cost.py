@@ -13,12 +13,11 @@ Steps that draft run a second model, too: they have coefficients of their own (`
 """
 
 from collections.abc import Hashable
-from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
 
-from router.scheduling.step import PaddingMode, RankResult, StepPlan, StepResult
+from router.scheduling.step import PaddingMode, StepPlan, StepResult
 
 PARTS = ("base", "prompts", "row", "mean", "kv", "pair")
 SCALES = np.array([1.0, 1.0, 1e-3, 1e-3, 1e-5, 1e-7])  # each feature is then near 1
@@ -40,7 +39,6 @@ RISE, FALL, MAX_MARGIN = 0.019, 0.001, 1.3  # settles where 19 of 20 steps are n
 ERROR_MEMORY = 1 / 128
 
 Vector = npt.NDArray[np.float64]
-_FORWARD_NS = itemgetter(RankResult._fields.index("forward_ns"))
 
 
 class StepCost:
@@ -88,7 +86,7 @@ class StepCost:
 
     def predict_decodes(self, plan: StepPlan) -> float:
         """Returns the seconds that a speculative step's rows would take without drafts."""
-        agreement, rows = plan.agreement, [len(batch.rows) for batch in plan.batches]
+        agreement, rows = plan.agreement, plan.num_sampled
         most, mean = max(rows), sum(rows) / len(rows)
         if agreement.padding_mode is PaddingMode.MAX_LEN:
             mean = most = max(most, agreement.graph_size or 0)
@@ -188,7 +186,7 @@ class StepCosts:
 
         Returns, of a speculative one, what it took over what plain decodes would; None: not known.
         """
-        seconds: float = max(map(_FORWARD_NS, result)) * 1e-9
+        seconds = max(result.forward_ns) * 1e-9
         if seconds <= 0:
             return None
         self.of(plan).add(plan, seconds)

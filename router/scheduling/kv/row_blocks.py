@@ -236,10 +236,10 @@ class RowBlocks:
         table = self._table
         starts, is_due = table.num_tokens - 1, has_token.copy()
         if plan.agreement.has_extend:
-            for batch, first_row in zip(plan.batches, table.first_rows[:-1], strict=True):
+            for rank, batch in plan.mixed.items():
                 if batch.samples is not None and batch.num_tokens is not None:
                     is_part = batch.samples == 0
-                    rows = batch.rows[is_part] + first_row
+                    rows = batch.rows[is_part] + table.first_rows[rank]
                     starts[rows] = (batch.num_computed_tokens + batch.num_tokens)[is_part]
                     is_due[rows] = True
         num_past = starts // table.block_size - table.window_reach

@@ -76,7 +76,7 @@ def num_committed(table: SequenceTable, lost: SequenceOf[StepPlan]) -> Int32Arra
     """
     num_tokens = np.minimum(table.num_tokens - 1, table.num_computed)
     for plan in lost:
-        for batch, first_row in zip(plan.batches, table.first_rows.tolist(), strict=False):
-            rows = batch.rows + first_row
+        for rank, batch in enumerate(plan.batches):
+            rows = batch.rows + table.first_rows[rank]
             num_tokens[rows] = np.minimum(num_tokens[rows], batch.num_computed_tokens)
     return num_tokens

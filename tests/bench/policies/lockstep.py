@@ -9,7 +9,7 @@ from router.requests.request import Listeners, Sequence
 from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.counters import GroupMeasures
 from router.scheduling.scheduler import Scheduler, SchedulerSettings
-from router.scheduling.step import NO_FLOATS, NO_INTS, GroupShape, RankBatch, RankResult, StepPlan
+from router.scheduling.step import GroupShape, StepPlan, StepResult
 from tests.bench.policies.world import BLOCK, Gaps, Job, Sizes, Work
 from tests.router.support.requests import make_request
 
@@ -92,8 +92,8 @@ class Lockstep:
         plan = work.handle
         assert isinstance(plan, StepPlan)
         self.measures.lead.note(work.queued, was_put_off=work.is_late)
-        forward_ns = int(work.seconds * 1e9)
-        self.scheduler.commit(plan, tuple(_answer(batch, forward_ns) for batch in plan.batches))
+        tokens, forward_ns = np.ones(len(plan.sampled_rows), np.int32), int(work.seconds * 1e9)
+        self.scheduler.commit(plan, StepResult(tokens, None, [0], [forward_ns]))
 
     def _on_end(self, sequence: Sequence) -> None:
         job, progress = self._jobs.pop(sequence.request.tag), sequence.progress
@@ -103,12 +103,6 @@ class Lockstep:
             self.now,
             progress.num_cached_tokens,
         )
-
-
-def _answer(batch: RankBatch, forward_ns: int) -> RankResult:
-    num_sampled = len(batch.rows) if batch.samples is None else int(batch.samples.sum())
-    tokens = np.ones(num_sampled, dtype=np.int32)
-    return RankResult(tokens, NO_FLOATS, NO_INTS, NO_FLOATS, forward_ns=forward_ns)
 
 
 def lockstep(**settings: object) -> Callable[[Sizes], Lockstep]:

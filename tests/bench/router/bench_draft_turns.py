@@ -32,7 +32,7 @@ import numpy as np
 from router.requests.request import Listeners, Request, Sequence
 from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.scheduler import Scheduler, SchedulerSettings
-from router.scheduling.step import NO_FLOATS, NO_INTS, RankResult, StepPlan, StepResult
+from router.scheduling.step import StepPlan, StepResult
 from tests.bench.support.options import parse_options
 from tests.router.support.requests import make_request
 from tests.router.support.stepper import make_shape, speculation
@@ -147,7 +147,7 @@ class World:
     def _duration(self, plan: StepPlan) -> float:
         """Returns the seconds that a step takes; the fullest rank's count for all."""
         options, agreement = self.options, plan.agreement
-        steps = 1 + max(len(batch.rows) for batch in plan.batches) / 300
+        steps = 1 + max(plan.num_sampled) / 300
         self.num_steps[0] += 1
         if agreement.num_draft_tokens:
             self.num_steps[1] += 1
@@ -163,20 +163,8 @@ class World:
         if plan.limits is not None:
             drawn = self._rng.geometric(1 - self.options.acceptance, num_rows)
             gains = np.minimum(plan.limits, drawn).astype(np.int32)
-        counts = [
-            len(batch.rows) if batch.samples is None else int(batch.samples.sum())
-            for batch in plan.batches
-        ]
-        return tuple(
-            RankResult(
-                np.ones(int(part.sum()), dtype=np.int32),
-                NO_FLOATS,
-                NO_INTS,
-                NO_FLOATS,
-                num_next_tokens=None if plan.limits is None else part,
-            )
-            for part in np.split(gains, np.cumsum(counts)[:-1])
-        )
+        num_tokens, no_times = int(gains.sum()), [0] * len(plan.num_sampled)
+        return StepResult(np.ones(num_tokens, dtype=np.int32), gains, no_times, no_times)
 
 
 def report(name: str, world: World) -> None:

@@ -32,7 +32,7 @@ from router.engine.engine import Engine
 from router.engine.engines import Engines
 from router.requests.request import Listeners
 from router.requests.waiting_queue import WaitingQueue
-from router.scheduling.step import GroupInfo, InFlight, RankResult, ServedModel, StepResult
+from router.scheduling.step import GroupInfo, InFlight, ServedModel, StepResult
 from tests.bench.support.options import parse_options
 from tests.bench.support.quiet import quiet
 from tests.bench.support.routing import python_module
@@ -87,7 +87,7 @@ class TimerExecutors:
 
     async def receive(self, step: InFlight) -> StepResult:
         await asyncio.sleep(max(0.0, self._ends.popleft() - asyncio.get_running_loop().time()))
-        return (RankResult(np.ones(len(step.plan.sampled_rows), dtype=np.int32)),)
+        return StepResult(np.ones(len(step.plan.sampled_rows), dtype=np.int32), None, [0], [0])
 
     async def news(self) -> None:
         await asyncio.Event().wait()

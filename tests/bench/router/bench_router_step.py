@@ -56,9 +56,8 @@ from router.scheduling.scheduler import Scheduler, SchedulerSettings
 from router.scheduling.step import (
     GroupShape,
     InFlight,
-    RankBatch,
-    RankResult,
     StepPlan,
+    StepResult,
     window_reach,
 )
 from tests.bench.policies.world import COSTS
@@ -162,7 +161,7 @@ class Bench:
 
         plan, checksum, answers = self.in_flight.popleft()
         self.now += _seconds_of(plan)
-        result = self._timed(times, lambda: _decode(answers, plan.batches, checksum))
+        result = self._timed(times, lambda: _decode(answers, plan, checksum))
         self._timed(times, lambda: self.scheduler.commit(plan, result))
         self._timed(times, self._read)
         self._timed(times, lambda: self._count(plan, result))
@@ -173,7 +172,7 @@ class Bench:
         self._new = [self._make_request(self.output_len) for _ in self._ended]
         self._ended.clear()
 
-    def _count(self, plan: StepPlan, result: tuple[RankResult, ...]) -> None:
+    def _count(self, plan: StepPlan, result: StepResult) -> None:
         now = time.perf_counter()
         self.stats.add(plan, result, now)
         self.step_times.add(InFlight(plan, now, now, now), result, now)
@@ -211,8 +210,7 @@ class Bench:
 
     def _answer(self, plan: StepPlan, step_id: int, checksum: int) -> list[bytes]:
         answers, forward_ns = [], int(_seconds_of(plan) * 1e9) if self.is_timed else 0
-        for rank, batch in enumerate(plan.batches):
-            num_sampled = len(batch.rows) if batch.samples is None else int(batch.samples.sum())
+        for rank, num_sampled in enumerate(plan.num_sampled):
             tokens = self.rng.integers(1, VOCAB_SIZE, num_sampled, dtype=np.int32)
             part = pb.RankResult(dp_rank=rank, next_token_ids=tokens.tobytes())
             response = pb.StepResponse(
@@ -252,12 +250,10 @@ def _seconds_of(plan: StepPlan) -> float:
     return COSTS["30b"].seconds(plan.agreement.global_num_tokens, plan.kv_tokens.tolist(), pairs)
 
 
-def _decode(
-    answers: list[bytes], batches: tuple[RankBatch, ...], checksum: int
-) -> tuple[RankResult, ...]:
+def _decode(answers: list[bytes], plan: StepPlan, checksum: int) -> StepResult:
     responses = [pb.StepResponse.FromString(answer) for answer in answers]
     assert ran_as_sent(responses, 1, checksum)
-    return decode_step(responses, batches, VOCAB_SIZE)
+    return decode_step(responses, plan, VOCAB_SIZE)
 
 
 def main() -> None:

@@ -20,8 +20,9 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from protos.executor.v1 import executor_pb2 as pb
 from router.executors.step_codec import decode_step, encode_step
-from router.scheduling.step import Agreement, BatchMode, PaddingMode, RankBatch, StepPlan
+from router.scheduling.step import BatchMode, RankBatch, StepPlan
 from tests.bench.support.options import parse_options
+from tests.router.support.plans import join_batches
 
 FIELDS = ("row", "position", "token", "block", "samples")
 NUM_RANKS = 16
@@ -107,20 +108,18 @@ def make_layouts() -> list[Layout]:
     ]
 
 
-def make_plan(num_sequences: int) -> tuple[StepPlan, RankBatch]:
+def make_plan(num_sequences: int) -> StepPlan:
     rows = np.arange(num_sequences, dtype=np.int32)
     batch = RankBatch(
         BatchMode.DECODE,
         rows,
         rows + 1000,
-        np.full_like(rows, -1),
         num_new_blocks=(rows % 16 == 0).astype(np.int32),
         new_block_ids=rows[::16] + 1,
     )
     counts = (num_sequences,) * NUM_RANKS
-    agreement = Agreement(counts, counts, False, PaddingMode.MAX_LEN, num_sequences)
-    no_rows = np.zeros(0, dtype=np.int64)
-    return StepPlan(agreement, (batch,), no_rows, no_rows, None, no_rows), batch
+    alike = {"global_num_tokens": counts, "global_num_tokens_for_logprob": counts}
+    return join_batches([batch], graph_size=num_sequences, **alike)
 
 
 def least_us(work: Callable[[], object]) -> float:
@@ -142,7 +141,7 @@ def main() -> None:
             assert np.array_equal(sent, received)
         print_row(layout.name, partial(layout.encode, columns), partial(layout.decode, data), data)
 
-    plan, batch = make_plan(num_sequences)
+    plan = make_plan(num_sequences)
     [data] = encode_step(plan, 1, 1)[0]
     encode, decode = partial(encode_step, plan, 1, 1), partial(read_request, data)
     print_row("our StepRequest", encode, decode, data)
@@ -152,7 +151,7 @@ def main() -> None:
     print_row(
         "our StepResponse",
         lambda: make_answer(tokens),
-        lambda: decode_step([pb.StepResponse.FromString(answer)], [batch], 150_000),
+        lambda: decode_step([pb.StepResponse.FromString(answer)], plan, 150_000),
         answer,
     )
 
@@ -170,7 +169,6 @@ def read_request(data: bytes) -> list[np.ndarray]:
     return [
         np.frombuffer(columns.rows, dtype="<i4"),
         np.frombuffer(columns.num_computed_tokens, dtype="<i4"),
-        np.frombuffer(columns.token_ids, dtype="<i4"),
         np.frombuffer(columns.num_new_blocks, dtype="<i4"),
         np.frombuffer(columns.new_block_ids, dtype="<i4"),
         np.array(request.agreement.global_num_tokens, dtype=np.int32),

@@ -93,8 +93,7 @@ async def test_a_step_is_over_only_when_every_peer_has_ended_it() -> None:
         assert not receiving.done()
 
         peers[0, 1].may_answer.set()
-        [result] = await receiving
-        assert result.next_token_ids.tolist() == [0]
+        assert (await receiving).token_ids.tolist() == [0]
 
 
 async def test_the_loss_of_a_peer_that_answers_no_tokens_ends_the_epoch_for_all() -> None:

@@ -17,15 +17,14 @@ from router.executors.step_codec import (
 )
 from router.requests.request import Listeners, OutputOptions, SamplingParams, Sequence
 from router.scheduling.step import (
-    Agreement,
     BatchMode,
     PaddingMode,
     RankBatch,
-    RankResult,
     RowStart,
     Scoring,
-    StepPlan,
+    StepResult,
 )
+from tests.router.support.plans import join_batches
 from tests.router.support.requests import make_request
 
 READER = Listeners(max_listeners=1).open()
@@ -42,25 +41,9 @@ def make_sequence(sampling: SamplingParams | None = None, **fields: Any) -> Sequ
     ).sequences[0]
 
 
-def plan_of(*batches: RankBatch, **agreement: Any) -> StepPlan:
-    num_tokens = tuple(
-        len(batch.rows if batch.token_ids is None else batch.token_ids) for batch in batches
-    )
-    fields = {
-        "global_num_tokens": num_tokens,
-        "global_num_tokens_for_logprob": num_tokens,
-        "has_extend": False,
-        "padding_mode": PaddingMode.MAX_LEN,
-        "graph_size": None,
-        **agreement,
-    }
-    no_rows = np.zeros(0, dtype=np.int64)
-    return StepPlan(Agreement(**fields), batches, no_rows, no_rows, None, no_rows)
-
-
 def encode(*batches: RankBatch, **agreement: Any) -> list[pb.StepRequest]:
     """Returns the requests as executors read them."""
-    requests, _ = encode_step(plan_of(*batches, **agreement), epoch=3, step_id=9)
+    requests, _ = encode_step(join_batches(batches, **agreement), epoch=3, step_id=9)
     return [pb.StepRequest.FromString(request) for request in requests]
 
 
@@ -80,7 +63,7 @@ def columns_of(message: Any) -> dict[str, list[Any]]:
 
 
 DECODE = RankBatch(BatchMode.DECODE, ints(0, 4), ints(17, 3), ints(-1, 8))
-IDLE = RankBatch(BatchMode.IDLE, ints(), ints(), ints())
+IDLE = RankBatch(BatchMode.IDLE, ints(), ints())
 EXTEND_COLUMNS = {
     "rows": ints(1, 2),
     "num_computed_tokens": ints(0, 4),
@@ -290,16 +273,15 @@ def answer(dp_rank: int = 0, **columns: bytes) -> pb.StepResponse:
     return pb.StepResponse(epoch=3, step_id=9, ranks=[part], queued_ns=5, forward_ns=6)
 
 
-def decode(response: pb.StepResponse, batch: RankBatch) -> RankResult:
-    [result] = decode_step([response], [batch], VOCAB_SIZE)
-    return result
+def decode(response: pb.StepResponse, batch: RankBatch) -> StepResult:
+    return decode_step([response], join_batches([batch]), VOCAB_SIZE)
 
 
 def test_rows_that_cannot_keep_to_their_grammar_are_read_back_if_the_step_ran_them() -> None:
     tokens = ints(4, 5).tobytes()
     response = answer(next_token_ids=tokens)
     response.ranks[0].grammar_failures.add(row=4, problem="too complex")
-    assert decode(response, DECODE).failures == [(4, "too complex")]
+    assert decode(response, DECODE).failures == [(0, 4, "too complex")]
     response.ranks[0].grammar_failures.add(row=1, problem="too complex")
     with pytest.raises(WrongAnswer, match="grammar_failures has row 1"):
         decode(response, DECODE)
@@ -307,9 +289,9 @@ def test_rows_that_cannot_keep_to_their_grammar_are_read_back_if_the_step_ran_th
 
 def test_an_answer_is_read_back() -> None:
     result = decode(answer(next_token_ids=ints(11, 12).tobytes()), DECODE)
-    assert result.next_token_ids.tolist() == [11, 12]
-    assert (result.queued_ns, result.forward_ns) == (5, 6)
-    assert len(result.logprobs) == len(result.top_ids) == len(result.top_logprobs) == 0
+    assert result.token_ids.tolist() == [11, 12]
+    assert (result.queued_ns, result.forward_ns) == ([5], [6])
+    assert not result.scores
 
 
 # Of two chunks, the last of its prompt samples: its `num_tokens` is what it runs, not what it gains.
@@ -333,21 +315,21 @@ def gained(tokens: int, *gains: int) -> pb.StepResponse:
 
 def test_the_tokens_that_drafts_gained_are_read_back() -> None:
     result = decode(gained(5, 4, 1), DRAFTING)
-    assert result.next_token_ids.tolist() == [0, 1, 2, 3, 4]
-    assert result.num_next_tokens is not None
-    assert result.num_next_tokens.tolist() == [4, 1]
+    assert result.token_ids.tolist() == [0, 1, 2, 3, 4]
+    assert result.gains is not None
+    assert result.gains.tolist() == [4, 1]
 
 
 def test_a_chunk_that_does_not_sample_gets_no_token() -> None:
-    assert decode(gained(1), CHUNKS).next_token_ids.tolist() == [0]
+    assert decode(gained(1), CHUNKS).token_ids.tolist() == [0]
 
 
 @pytest.mark.parametrize("batch", [DECODE, DRAFTING])
 def test_one_token_each_may_be_said_or_left_out(batch: RankBatch) -> None:
     for response in (gained(2, 1, 1), gained(2)):
         result = decode(response, batch)
-        assert result.num_next_tokens is None
-        assert result.next_token_ids.tolist() == [0, 1]
+        assert result.gains is None or result.gains.tolist() == [1, 1]
+        assert result.token_ids.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -390,9 +372,9 @@ def tokens(dp_rank: int, *token_ids: int) -> pb.StepResponse:
 def test_ranks_are_read_side_by_side() -> None:
     responses = [tokens(0, 11, 12), tokens(1), tokens(2, 13)]
     responses[2].forward_ns = 7
-    results = decode_step(responses, [DECODE, IDLE, CHUNKS], VOCAB_SIZE)
-    assert [result.next_token_ids.tolist() for result in results] == [[11, 12], [], [13]]
-    assert [result.forward_ns for result in results] == [6, 6, 7]
+    result = decode_step(responses, join_batches([DECODE, IDLE, CHUNKS]), VOCAB_SIZE)
+    assert result.token_ids.tolist() == [11, 12, 13]
+    assert result.forward_ns == [6, 6, 7]
 
 
 @pytest.mark.parametrize("token_id", [-1, 50, 50_000, 2**31 - 1, -(2**31)])
@@ -403,7 +385,7 @@ def test_a_token_outside_the_vocabulary_is_refused_with_its_rank(token_id: int) 
         ids[rank][-1] = token_id
         responses = [tokens(place, *row) for place, row in enumerate(ids)]
         with pytest.raises(WrongAnswer, match=problem) as caught:
-            decode_step(responses, [DECODE, CHUNKS, DECODE], VOCAB_SIZE)
+            decode_step(responses, join_batches([DECODE, CHUNKS, DECODE]), VOCAB_SIZE)
         assert caught.value.rank == rank
 
 
@@ -412,7 +394,7 @@ def test_times_that_no_step_takes_are_refused_with_their_rank() -> None:
         responses = [tokens(0, 1, 2), tokens(1, 3, 4)]
         setattr(responses[1], field, 2**64 - 1)
         with pytest.raises(WrongAnswer, match=f"{field}=18446744073709551615") as caught:
-            decode_step(responses, [DECODE, DECODE], VOCAB_SIZE)
+            decode_step(responses, join_batches([DECODE, DECODE]), VOCAB_SIZE)
         assert caught.value.rank == 1
 
 
@@ -455,7 +437,7 @@ def scores(num_scores: int, num_top: int) -> pb.StepResponse:
 
 
 def test_log_probabilities_are_read_back() -> None:
-    result = decode(scores(3, 6), scored_batch())
+    result = decode(scores(3, 6), scored_batch()).scores[0]
     assert result.logprobs.tolist() == [0.0, 1.0, 2.0]
     assert result.top_ids.tolist() == [0, 1, 2, 3, 4, 5]
     assert result.top_logprobs.dtype == np.float32
@@ -481,7 +463,7 @@ def test_the_checksums_are_those_of_what_an_executor_reads(num_rows: int) -> Non
     """Lengths of one, two and three bytes precede what they are of."""
     rows = np.arange(num_rows, dtype=np.int32)
     batches = (RankBatch(BatchMode.DECODE, rows, rows), DECODE)
-    requests, checksum = encode_step(plan_of(*batches), epoch=3, step_id=9)
+    requests, checksum = encode_step(join_batches(batches), epoch=3, step_id=9)
     for rank, data in enumerate(requests):
         request = pb.StepRequest.FromString(data)
         response = pb.StepResponse(

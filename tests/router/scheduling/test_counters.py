@@ -23,7 +23,7 @@ from router.scheduling.step import (
     GroupShape,
     InFlight,
     PaddingMode,
-    RankResult,
+    StepResult,
 )
 from tests.router.support.stepper import Stepper, make_shape, speculation
 from tests.sim.world import Group, World
@@ -179,9 +179,8 @@ def test_the_wire_is_what_neither_side_accounts_for(monkeypatch: pytest.MonkeyPa
     plan = stepper.plan()
     assert plan is not None
     monkeypatch.setattr("router.scheduling.counters.time.perf_counter", lambda: 9.0)
-    tokens = np.zeros(0, np.int32)
-    slow = RankResult(tokens, queued_ns=1_000_000_000, forward_ns=2_000_000_000)
-    result = (RankResult(tokens, forward_ns=1_500_000_000), slow)
+    forward_ns = [1_500_000_000, 2_000_000_000]
+    result = StepResult(np.zeros(0, np.int32), None, [0, 1_000_000_000], forward_ns)
     times.add(InFlight(plan, begun=1.0, planned=2.5, sent=3.0), result, 8.0)
 
     assert times.total() == {

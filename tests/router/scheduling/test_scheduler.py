@@ -14,7 +14,7 @@ from router.scheduling.kv.prefix_cache import CachedPrefix
 from router.scheduling.rank_choice import RankLoads, fill_level
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.sequence_table import RowStatus
-from router.scheduling.step import PaddingMode, sequence_capacity
+from router.scheduling.step import PaddingMode, RowFailure, sequence_capacity
 from router.scheduling.step_budget import Prices, Why
 from tests.router.support.fake_rank import EOS, expected_output
 from tests.router.support.stepper import (
@@ -268,10 +268,9 @@ def test_a_sequence_that_cannot_keep_to_its_grammar_ends_with_the_tokens_before(
     world.plan()
     world.plan()
     row, rank = (getattr(broken.sequences[0], name) for name in ("row", "dp_rank"))
-    failures = [(row % world.shape.rows_per_rank, "too complex")]
+    failures = [RowFailure(rank, row % world.shape.rows_per_rank, "too complex")]
     for place, result in enumerate(world.results):  # also in the step that was sent before
-        parts = [part._replace(failures=failures * (i == rank)) for i, part in enumerate(result)]
-        world.results[place] = tuple(parts)
+        world.results[place] = result._replace(failures=failures)
     world.commit()
     [ended] = world.ended
     assert ended.request is broken

@@ -10,25 +10,24 @@ import pytest
 from router.scheduling.step import (
     NO_INTS,
     Agreement,
-    BatchMode,
     PaddingMode,
-    RankBatch,
-    RankResult,
     StepPlan,
+    StepResult,
 )
 from router.scheduling.step_cost import KNOWN_STEPS, PARTS, SCALES, START, StepCost, StepCosts
+from tests.router.support.plans import NO_DECODES, join_batches
 
 # 30B-A3B on H200: ms of a step, and of one with prompts; us of a token; ns of KV and of a pair.
 TRUE = {"base": 8e-3, "prompts": 4e-3, "row": 6e-6, "mean": 14e-6, "kv": 27e-9, "pair": 1.6e-9}
 NUM_RANKS = 8
-NO_ROWS = np.zeros(0, np.int64)
 
 
 def step(tokens: list[int], kv: list[int], pairs: list[float] | None) -> StepPlan:
     mode = PaddingMode.MAX_LEN if pairs is None else PaddingMode.SUM_LEN
     agreement = Agreement(tuple(tokens), tuple(tokens), pairs is not None, mode, None)
     num_pairs = None if pairs is None else np.array(pairs)
-    return StepPlan(agreement, (), NO_ROWS, NO_ROWS, None, np.array(kv), num_pairs)
+    plan = join_batches([NO_DECODES] * len(tokens))
+    return replace(plan, agreement=agreement, kv_tokens=np.array(kv), num_pairs=num_pairs)
 
 
 def seconds(plan: StepPlan, cost: dict[str, float] = TRUE) -> float:
@@ -140,7 +139,7 @@ def test_padded_rows_count_as_rows() -> None:
     assert cost.predict(plain) == cost.predict(even)
     graph = Agreement((10, 2), (10, 2), False, PaddingMode.MAX_LEN, 16)
     per_row = (START * SCALES)[PARTS.index("row")] + (START * SCALES)[PARTS.index("mean")]
-    padded = StepPlan(graph, (), NO_ROWS, NO_ROWS, None, np.zeros(2, np.int64))
+    padded = replace(plain, agreement=graph)
     assert cost.predict(padded) - cost.predict(plain) == pytest.approx(6 * per_row)
 
 
@@ -162,14 +161,12 @@ def test_a_speculative_step_is_priced_by_what_its_rows_would_take_without_drafts
     rows = [20, 40, *[10] * (NUM_RANKS - 2)]
     plain = step(rows, [50_000] * NUM_RANKS, None)
     agreement = replace(plain.agreement, num_draft_tokens=4, graph_size=40)
-    parts = [np.arange(num, dtype=np.int32) for num in rows]
-    batches = tuple(RankBatch(BatchMode.DECODE, part, part) for part in parts)
-    drafted = replace(plain, agreement=agreement, batches=batches)
-    answer = RankResult(NO_INTS, forward_ns=int(3 * seconds(plain) * 1e9))
-    assert costs.add(drafted, (answer,)) is None
+    drafted = replace(plain, agreement=agreement, num_sampled=rows)
+    answer = StepResult(NO_INTS, None, [0], forward_ns=[int(3 * seconds(plain) * 1e9)])
+    assert costs.add(drafted, answer) is None
     learn(costs.plain, rng, 600)
-    assert costs.add(drafted, (answer,)) == pytest.approx(3, rel=0.05)
-    assert costs.add(plain, (answer,)) is None
+    assert costs.add(drafted, answer) == pytest.approx(3, rel=0.05)
+    assert costs.add(plain, answer) is None
 
 
 @pytest.mark.parametrize("shortest_s", [1e-9, 4e-5])

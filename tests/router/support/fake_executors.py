@@ -30,6 +30,7 @@ from router.scheduling.step import (
     StepResult,
 )
 from tests.router.support.fake_rank import EOS, VOCAB_SIZE, FakeRank, Ran
+from tests.router.support.plans import join_results
 
 DEAD_SHARE = 0.6  # of losses, in which a process is lost and its KV with it
 
@@ -236,14 +237,16 @@ class FakeExecutors:
         times = {"queued_ns": int(queued_s * 1e9), "forward_ns": int(seconds * 1e9)}
         died_before = any(step.result is None for step in self._pending)
         is_lost = died_before or self._rng.random() < self._loss_rate
-        results = tuple(
-            rank.run(batch, plan.agreement)._replace(**times)
-            for rank, batch in zip(self._ranks, plan.batches, strict=True)
+        result = join_results(
+            [
+                rank.run(batch, plan.agreement)._replace(**times)
+                for rank, batch in zip(self._ranks, plan.batches, strict=True)
+            ]
         )
         steps = [ran for rank in self._ranks for ran in rank.ran]
         is_lost = is_lost or any(map(self._is_poisoned, steps))
         ran = frozenset(step.sequence for step in steps)
-        self._pending.append(Pending(self._device_time, None if is_lost else results, ran))
+        self._pending.append(Pending(self._device_time, None if is_lost else result, ran))
 
     def _is_poisoned(self, ran: Ran) -> bool:
         poison = self._poison.get(ran.sequence.request.request_id)

@@ -28,7 +28,8 @@ import numpy as np
 
 from router.requests.request import Sequence as LiveSequence
 from router.scheduling.kv.block_pool import SCRATCH_BLOCK
-from router.scheduling.step import NO_FLOATS, NO_INTS, Agreement, GroupShape, RankBatch, RankResult
+from router.scheduling.step import Agreement, GroupShape, RankBatch, Scores
+from tests.router.support.plans import RankResult
 
 VOCAB_SIZE = 50
 EOS = 0
@@ -235,10 +236,8 @@ class FakeRank:
         counts = np.array([len(gain) for gain in gains], np.int32)
         return RankResult(
             np.array([token for gain in gains for token in gain], np.int32),
-            np.zeros(num_scores, np.float32),
-            NO_INTS,
-            NO_FLOATS,
-            num_next_tokens=counts if counts.max(initial=1) > 1 else None,
+            counts if counts.max(initial=1) > 1 else None,
+            scores=Scores(np.zeros(num_scores, np.float32)) if batch.scorings else None,
         )
 
     def _check_row(self, row: Row, bound: int, end: int, *, is_decode: bool) -> None:

@@ -401,7 +401,8 @@ async def formed_group(
 async def run_step(group: ExecutorGroup, dp_size: int) -> list[list[int]]:
     """Runs a step of `plan_step`. Returns each rank's tokens."""
     group.send(step := plan_step(dp_size))
-    return [result.next_token_ids.tolist() for result in await group.receive(step)]
+    tokens = (await group.receive(step)).token_ids
+    return [part.tolist() for part in np.split(tokens, np.cumsum(step.plan.num_sampled)[:-1])]
 
 
 def plan_step(dp_size: int) -> InFlight:

@@ -17,6 +17,7 @@ from router.scheduling.speculation import DraftCounts
 from router.scheduling.step import GroupShape, SpeculationShape, StepPlan
 from tests.router.support.block_checks import check_cache
 from tests.router.support.fake_rank import FakeRank, expected_output
+from tests.router.support.plans import join_results
 from tests.router.support.requests import make_request
 
 
@@ -123,9 +124,11 @@ class Stepper:
         if plan is not None:
             self.in_flight.append(plan)
             self.results.append(
-                tuple(
-                    rank.run(batch, plan.agreement)
-                    for rank, batch in zip(self.ranks, plan.batches, strict=True)
+                join_results(
+                    [
+                        rank.run(batch, plan.agreement)
+                        for rank, batch in zip(self.ranks, plan.batches, strict=True)
+                    ]
                 )
             )
         return plan

@@ -159,10 +159,9 @@ class Router(Stepper):
 
     def commit(self) -> DraftCounts:
         responses = self._cell.finish(self.results[0])
-        batches = self.in_flight[0].batches
-        results = decode_step(responses, batches, self._cell.vocab_size)
+        result = decode_step(responses, self.in_flight[0], self._cell.vocab_size)
         # Untimed, so that plans are the same on any machine.
-        self.results[0] = tuple(result._replace(forward_ns=0) for result in results)
+        self.results[0] = result._replace(forward_ns=[0] * len(responses))
         return super().commit()
 
     def lose(self) -> None:
