@@ -33,6 +33,7 @@ Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 
 NO_LISTENER = 0  # index 0 is never given out, so that an empty row of a table wakes nobody
+FEW = 4  # waiting listeners whose rows are looked for one by one
 
 
 class FinishReason(Enum):
@@ -485,12 +486,22 @@ class Listeners:
         self._is_waiting[listener.index] = False
         self._free.append(listener.index)
 
-    def wake(self, indices: npt.NDArray[np.int64]) -> None:
-        """Wakes the listeners of these indices that wait. Indices may repeat."""
-        self._has_news[:] = False
-        self._has_news[indices] = True
-        self._has_news &= self._is_waiting
-        for index in np.flatnonzero(self._has_news).tolist():
+    def wake(self, indices: Int32Array, has_news: npt.NDArray[np.bool_]) -> None:
+        """Wakes the listeners that wait for rows with news.
+
+        Args:
+            indices: int32 [R], of each row's listener.
+            has_news: bool [R].
+        """
+        woken = np.flatnonzero(self._is_waiting).tolist()
+        if len(woken) > FEW:
+            self._has_news[:] = False
+            self._has_news[indices[has_news]] = True
+            self._has_news &= self._is_waiting
+            woken = np.flatnonzero(self._has_news).tolist()
+        else:  # a look for each of them takes a tenth of that
+            woken = [index for index in woken if np.any(has_news & (indices == index))]
+        for index in woken:
             listener = self._listeners[index]
             assert listener is not None, "a live sequence keeps its listener open"
             listener.wake()

@@ -177,7 +177,7 @@ class Scheduler:
         write = write_runs if is_speculative else write_tokens
         new = write(table, plan, result, has_ended=bool(self._leaving))
         self._note_times(new, has_first=plan.agreement.has_extend)
-        self._listeners.wake(table.listener.take(new.rows))
+        self._listeners.wake(table.listener, new.has_token)
         due = [table.bound(row) for row, _ in new.due]
         num_dropped = sum(apply_stop_conditions(table, *row) for row in new.due)
         self._end([sequence for sequence in due if sequence.is_ended])

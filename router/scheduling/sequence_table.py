@@ -81,7 +81,7 @@ class SequenceTable:
         num_blocks: int32 [R], blocks in its row of `block_table`.
         num_sent_blocks: int32 [R], blocks of it that the executor knows.
         num_named_blocks: int32 [R], blocks of it that the prefix cache was told of.
-        num_in_flight: int32 [R], steps handed out and not committed that run it.
+        num_in_flight: int8 [R], steps handed out and not committed that run it.
         num_taken: int32 [R], tokens that its listener has, prompt included.
         stop_ids: int32 [NUM_STOP_IDS, R], -1 where there are fewer.
         num_stop_ids: The most of them that any row has had; the rest of `stop_ids` is -1.
@@ -93,7 +93,7 @@ class SequenceTable:
         num_accepted: int64 [R], drafts of its steps that were accepted.
         scores_output: bool [R], the executor returns log probabilities of its output.
         scores_prompt: bool [R], and of its prompt.
-        listener: int64 [R], index of its listener.
+        listener: int32 [R], index of its listener.
         is_columnar: bool [R], its listener takes its tokens as columns.
         tag: uint32 [R], what its listener calls it.
         flow: int32 [R], number of its flow.
@@ -141,7 +141,7 @@ class SequenceTable:
         self.num_blocks = np.zeros(num_rows, dtype=np.int32)
         self.num_sent_blocks = np.zeros(num_rows, dtype=np.int32)
         self.num_named_blocks = np.zeros(num_rows, dtype=np.int32)
-        self.num_in_flight = np.zeros(num_rows, dtype=np.int32)
+        self.num_in_flight = np.zeros(num_rows, dtype=np.int8)
         self.num_taken = np.zeros(num_rows, dtype=np.int32)
         self.num_stop_ids = self.num_constrained = self.num_scored = 0
         self.stop_ids = np.full((NUM_STOP_IDS, num_rows), -1, dtype=np.int32)
@@ -151,7 +151,7 @@ class SequenceTable:
         self.num_accepted = np.zeros(num_rows, dtype=np.int64)
         self.scores_output = np.zeros(num_rows, dtype=np.bool_)
         self.scores_prompt = np.zeros(num_rows, dtype=np.bool_)
-        self.listener = np.zeros(num_rows, dtype=np.int64)
+        self.listener = np.zeros(num_rows, dtype=np.int32)
         self.is_columnar = np.zeros(num_rows, dtype=np.bool_)
         self.tag = np.zeros(num_rows, dtype=np.uint32)
         self.flow = np.zeros(num_rows, dtype=np.int32)
@@ -186,11 +186,11 @@ class SequenceTable:
         """Returns the rows of a mask [R]. Asked for the same ones again, it costs a comparison."""
         last_mask, self._last_mask = self._last_mask, mask.tobytes()
         if self._last_mask != last_mask:
-            by_rank = mask.reshape(self.dp_size, -1)
-            last = np.frombuffer(last_mask, dtype=np.bool_).reshape(self.dp_size, -1)
-            local_rows = self._last_row_set.local_rows.copy()
-            for rank in np.flatnonzero((by_rank != last).any(axis=1)).tolist():
-                local_rows[rank] = np.flatnonzero(by_rank[rank]).astype(np.int32).tobytes()
+            local_rows, size = self._last_row_set.local_rows.copy(), self.rows_per_rank
+            changed = np.flatnonzero(mask != np.frombuffer(last_mask, dtype=np.bool_))
+            for rank in set((changed // size).tolist()):
+                own = mask[rank * size : (rank + 1) * size]
+                local_rows[rank] = np.flatnonzero(own).astype(np.int32).tobytes()
             num_rows = [len(column) // INT32_BYTES for column in local_rows]
             cuts = list(accumulate(num_rows, initial=0))
             self._last_row_set = RowSet(_shared(np.flatnonzero(mask)), num_rows, cuts, local_rows)

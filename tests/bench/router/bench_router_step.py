@@ -34,6 +34,7 @@ import pstats
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -166,6 +167,8 @@ class Bench:
         self._timed(times, self._read)
         self._timed(times, lambda: self._count(plan, result))
         self._timed(times, self._tell)
+        with suppress(StopIteration):  # it waits again, as it does between steps
+            self.listener.wait().send(None)
         self.times.append(times)
         self.num_events.append(len(self._ended))
         self.listener.ended.clear()
