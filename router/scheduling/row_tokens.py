@@ -17,7 +17,7 @@ import numpy as np
 from router.requests.request import Int32Array
 from router.scheduling.columns import Mask, Rows, spread
 
-LATEST = 16  # steps whose tokens are columns; more of them would not stay in the caches
+LATEST = 64  # steps whose tokens are columns; more of them would not stay in the caches
 MIN_MOVED = 1024  # rows at a time
 NO_TOKEN = -2  # in a column, where a row has none; -1 in `stop_ids` never equals it
 
