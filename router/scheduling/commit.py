@@ -54,13 +54,13 @@ def write_tokens(
 
     # From here on, columns of the whole table: without gathers they cost a third.
     column, has_token = table.tokens.add(rows, tokens)
-    is_due = table.stop_ids[0] == column
-    for stop_ids in table.stop_ids[1 : table.num_stop_ids]:
-        is_due |= stop_ids == column
-    is_due &= table.num_tokens >= table.min_len
-    is_due |= table.num_tokens >= table.max_len
+    is_due = table.num_tokens >= table.max_len
     is_due |= table.is_inspected
     is_due &= has_token
+    for stop_ids in table.stop_ids[: table.num_stop_ids]:
+        is_stop = stop_ids == column
+        if np.count_nonzero(is_stop):
+            is_due |= is_stop & (table.num_tokens >= table.min_len)
     due: list[tuple[int, int]] = []
     if np.count_nonzero(is_due):
         due = [(row, 1) for row in np.flatnonzero(is_due).tolist()]

@@ -234,30 +234,16 @@ class StepTimes:
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
-        self._answers: list[tuple[StepResult, float]] = []  # not in `seconds` yet
 
     def add(self, step: InFlight, result: StepResult, received: float) -> None:
         """A step has just been committed, which was received at a time of time.perf_counter."""
         self.seconds["plan"] += step.planned - step.begun
         self.seconds["encode"] += step.sent - step.planned
         self.seconds["commit"] += time.perf_counter() - received
-        self._answers.append((result, received - step.sent))
-        if len(self._answers) == FOLD_STEPS:
-            self._fold()
-
-    def total(self) -> dict[str, float]:
-        """Returns the seconds of each phase, so far."""
-        self._fold()
-        return dict(self.seconds)
-
-    def _fold(self) -> None:
-        answers, self._answers = self._answers, []
-        for result, way_s in answers:
-            queued_s = max(result.queued_ns) * 1e-9
-            execute_s = max(result.forward_ns) * 1e-9
-            self.seconds["queue"] += queued_s
-            self.seconds["execute"] += execute_s
-            self.seconds["wire"] += max(0.0, way_s - queued_s - execute_s)
+        queued_s, execute_s = max(result.queued_ns) * 1e-9, max(result.forward_ns) * 1e-9
+        self.seconds["queue"] += queued_s
+        self.seconds["execute"] += execute_s
+        self.seconds["wire"] += max(0.0, received - step.sent - queued_s - execute_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -381,7 +367,7 @@ class GroupMeasures:
         return GroupTotals(
             ranks=by_rank(self._all_counts()),
             steps=dict(self._all_steps()),
-            step_seconds=self.times.total(),
+            step_seconds=self.times.seconds.copy(),
             num_output_tokens=self._num_output_tokens + self._current.num_output_tokens,
             drafts=self._drafts + self._current.drafts,
             num_epochs=self._num_epochs,

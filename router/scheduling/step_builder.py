@@ -162,8 +162,7 @@ class StepBuilder:
             table.num_computed += runs
         else:
             table.num_computed[decodes.rows] = computed + limits
-        num_new = table.num_blocks - table.num_sent_blocks
-        has_new = num_new > 0
+        has_new = table.num_blocks != table.num_sent_blocks
         has_new &= runs
         if not np.count_nonzero(has_new):
             no_cuts = [0] * (table.dp_size + 1)
@@ -173,6 +172,8 @@ class StepBuilder:
         cuts = table.cuts_of(grown)
         if len(block_ids) > len(grown):  # drafts may take a row over several blocks' ends
             cuts = offsets(counts, cuts)
+        num_new = np.zeros(len(runs), dtype=np.int32)
+        num_new[grown] = counts
         num_new = num_new.take(decodes.rows)
         return DecodeColumns(decodes, computed, limits, num_new, block_ids, window_ids, cuts)
 
