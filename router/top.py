@@ -99,9 +99,13 @@ class Fitted:
 def picture(status: pb.GetStatusResponse) -> Group:
     """Returns what is drawn of a router's status."""
     state, colour = ("READY", "green") if status.is_ready else ("NOT READY", "red")
+    if status.groups and all(g.state == pb.GROUP_STATE_STANDBY for g in status.groups):
+        state, colour = "STANDBY", "yellow"
     if status.is_draining:
         state, colour = "DRAINING", "yellow"
     facts = [status.model or "no model yet", f"{status.num_live_requests:,} live requests"]
+    if status.router_id:
+        facts.insert(0, status.router_id[:8])
     if status.num_resumed_requests:
         facts.append(f"{status.num_resumed_requests:,} resumed so far")
     about = ", ".join((*facts, status.version))
@@ -131,9 +135,11 @@ def _group(group: pb.GroupStatus) -> Iterator[RenderableType]:
         facts.append(f"{history.total_tokens_per_s[-1]:,} tokens/s with prompts")
     if group.HasField("last_step_age"):
         facts.append(f"last step {_duration(group.last_step_age)} ago")
+    if group.num_standbys:
+        facts.append(f"{group.num_standbys} standing by")
     state = pb.GroupState.Name(group.state).removeprefix("GROUP_STATE_")
     is_ready = state == "READY"
-    shown = (f"{state:<8}", "green" if is_ready else "red")
+    shown = (f"{state:<8}", {"READY": "green", "STANDBY": "yellow"}.get(state, "red"))
     yield _line((f"group {group.group} ", "bold"), shown, " " + ", ".join(facts))
     if group.problem:  # whole: an operator must read it
         yield Padding(Text(_printable(group.problem), "yellow"), (0, 0, 0, 2))

@@ -7,6 +7,7 @@ from protos.serving.v1.serving_pb2 import (
     GROUP_STATE_FORMING,
     GROUP_STATE_MISMATCHED,
     GROUP_STATE_READY,
+    GROUP_STATE_STANDBY,
     GetModelResponse,
     GroupStatus,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "GROUP_STATE_FORMING",
     "GROUP_STATE_MISMATCHED",
     "GROUP_STATE_READY",
+    "GROUP_STATE_STANDBY",
     "CallFailed",
     "Cancelled",
     "Chat",

@@ -486,7 +486,6 @@ class Engine:
         self._progress_time = self._clock()
         self._stats = self.measures.begin_epoch(stats, self._progress_time)
         self.model, self.is_ready, self._problem = info.model, True, ""
-        self.measures.num_takeovers += self.is_standby
         self._state = pb.GROUP_STATE_READY
         self.events.note(
             logging.INFO,
@@ -571,12 +570,16 @@ class Engine:
         self._problem = str(error)
         if is_mismatch:
             self._state = pb.GROUP_STATE_MISMATCHED
-        elif is_held or not self.is_standby:
-            self._state = pb.GROUP_STATE_STANDBY if is_held else pb.GROUP_STATE_FORMING
+        elif is_held:
+            self._state = pb.GROUP_STATE_STANDBY
+        else:
+            self._state = pb.GROUP_STATE_FORMING
         self.measures.faults["lied"] += isinstance(error, ExecutorLied)
         if was_ready:
             self.lost_time = self._clock()
             self.measures.end_epoch(self.lost_time, is_planned=has_left)
+        if is_held:
+            self.measures.stand_by()
         scheduler, self._scheduler = self._scheduler, None
         if scheduler is not None:
             lost, is_alone = _lost_sequences(lost_steps, scheduler)

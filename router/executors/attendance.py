@@ -60,6 +60,7 @@ class Attendance:
         on_news: Called when an executor beats that did not before, or another router drives it no more.
 
     Attributes:
+        held: Addresses of executors that beat and that another router drives.
         num_standbys: By address, how many routers attend it that do not drive it.
         without_beats: Addresses of executors that have no such call: they are of an older release.
     """
@@ -87,7 +88,7 @@ class Attendance:
         self._tick_time = self._beat_time = self._step_time = -BEAT_S
         self.without_beats: set[str] = set()
         self.num_standbys: dict[str, int] = {}
-        self._held: set[str] = set()  # addresses of those that another router drives
+        self.held: set[str] = set()
 
     def attend(self, address: str, channel: grpc.aio.Channel) -> None:
         """Sees to it that an executor is attended over this channel, until `leave` or `close`."""
@@ -112,7 +113,7 @@ class Attendance:
             attended.task.cancel()
         self.without_beats.discard(address)
         self.num_standbys.pop(address, None)
-        self._held.discard(address)
+        self.held.discard(address)
         self._suspicion.forget(address)
 
     def close(self) -> None:
@@ -165,6 +166,7 @@ class Attendance:
                 due.set()  # or gRPC's task would wait for it for ever
             self._suspicion.note_end(address)
             self.num_standbys.pop(address, None)
+            self.held.discard(address)
             if code is grpc.StatusCode.UNIMPLEMENTED:
                 if address not in self.without_beats:
                     log.warning("executor_without_beats", executor=address)
@@ -220,11 +222,11 @@ class Attendance:
         )
         self.without_beats.discard(address)
         self.num_standbys[address] = told.num_standbys
-        was_held = address in self._held
+        was_held = address in self.held
         if is_held(told.driver.silent_ms, has_stream=told.driver.has_stream):
-            self._held.add(address)
+            self.held.add(address)
         else:
-            self._held.discard(address)
+            self.held.discard(address)
         is_there = self._suspicion.note_beat(address, now, beat)
-        if is_there or (was_held and address not in self._held):
+        if is_there or (was_held and address not in self.held):
             self._on_news()

@@ -230,7 +230,12 @@ class ExecutorGroup:
         addresses = await self._candidates()
         self._taking_part = set(addresses)
         await self._connect(addresses)
-        members = await self._describe_all()
+        try:
+            members = await self._describe_all()
+        except ExecutorLost as error:
+            if self._attendance.held:  # what it lacks is its driver's to wait for
+                raise GroupHeld(f"another router drives its executors; {error}") from error
+            raise
         await self._connect(addresses)  # anew, to those that have turned out to have no beats
         self._check_held(members)
         formation = None

@@ -308,7 +308,6 @@ class GroupMeasures:
         recovery_s: From the loss of an epoch to the next one's beginning.
         faults: See GroupTotals; likewise the one that follows.
         suspicions: Counted by who watches the executors.
-        num_takeovers: See GroupTotals.
         kept_kv: What was computed before losses.
     """
 
@@ -316,7 +315,8 @@ class GroupMeasures:
         self.kept_kv = KeptKV()
         self.faults = Counter({"lied": 0, "unexpected": 0})
         self.suspicions = Counter[str]()
-        self.num_takeovers = 0
+        self._num_takeovers = 0
+        self._stood_by = False  # since the last epoch
         self.times = StepTimes()
         self.costs = StepCosts()
         self.lead = PlanLead()
@@ -344,6 +344,8 @@ class GroupMeasures:
             self.recovery_s.observe(now - self._lost_time)
             self._lost_time = None
         self._is_lost = False
+        self._num_takeovers += self._stood_by
+        self._stood_by = False
         self._current = stats
         return stats
 
@@ -362,6 +364,10 @@ class GroupMeasures:
         self._drafts += self._current.drafts
         self._current = EpochStats()
 
+    def stand_by(self) -> None:
+        """Notes that another router drives the group: what is lost is that one's to recover."""
+        self._lost_time, self._is_lost, self._stood_by = None, False, True
+
     def totals(self) -> GroupTotals:
         """Returns all numbers as they are now."""
         return GroupTotals(
@@ -375,7 +381,7 @@ class GroupMeasures:
             is_lost=self._is_lost,
             faults=dict(self.faults),
             suspicions=dict(self.suspicions),
-            num_takeovers=self.num_takeovers,
+            num_takeovers=self._num_takeovers,
             queue_s=self.queue_s.copy(),
             first_token_s=self.first_token_s.copy(),
             inter_token_s=self.inter_token_s.copy(),

@@ -156,6 +156,10 @@ GROUP_STATUS: list[Metric[pb.GroupStatus]] = [
     Metric("reshapes_total", "counter", ("change",), lambda g: dict(g.elastic.changes),
            "Times that an elastic group formed, by what it was to the forming before: first, rejoin, "
            "replace, shrink, grow."),
+    Metric("drives", "gauge", (), lambda g: float(g.state != pb.GROUP_STATE_STANDBY),
+           "1 while this router drives the group or tries to, 0 while it stands by for another."),
+    Metric("standbys", "gauge", (), lambda g: g.num_standbys,
+           "Routers that would take the group if this one were gone; 0 of one that stands by."),
     Metric("epoch", "gauge", (), lambda g: g.epoch,
            "Number of the group's epoch."),
     Metric("last_step_age_seconds", "gauge", (), _last_step_age_s,
@@ -195,6 +199,8 @@ GROUP_TOTALS: list[Metric[GroupTotals]] = [
     Metric("suspicions_total", "counter", ("outcome",), lambda t: t.suspicions,
            "Executors that fell silent: cleared by a beat, lost, and of the lost those that were alarms "
            "without need (false), as the same process beat again."),
+    Metric("takeovers_total", "counter", (), lambda t: t.num_takeovers,
+           "Times this router took the group after another had driven it."),
     Metric("steps_total", "counter", ("runner", "miss"), lambda t: t.steps,
            "Steps by what ran them: a captured graph's runner, or eager and why no graph did."),
     Metric("step_seconds_total", "counter", ("phase",), lambda t: t.step_seconds,

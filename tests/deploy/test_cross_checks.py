@@ -62,7 +62,7 @@ def test_every_variable_is_a_setting_and_its_value_can_be_read(running: Cluster)
 
 def test_what_is_no_setting_is_found() -> None:
     running = cluster("cpu-demo")
-    [router] = running.pods_of("router")
+    router, *_ = running.pods_of("router")
     router.containers[0].env["LOCKSTEP_ROUTER_MAX_CALL"] = "1"
 
     with pytest.raises(AssertionError, match="LOCKSTEP_ROUTER_MAX_CALL"):
@@ -79,7 +79,7 @@ def test_the_executors_of_each_group_fill_its_places_and_the_router_finds_them(
         f"{pod.ip}:{port_of(container)}": executor_config(container)
         for pod, container in containers(running, "executor")
     }
-    [router] = running.pods_of("router")
+    router, *_ = running.pods_of("router")
     found = []
     for group in router.containers[0].settings["groups"]:
         addresses = asyncio.run(_addresses(group, resolve))
@@ -107,7 +107,7 @@ def executor_config(container: Container) -> ExecutorConfig:
 
 
 def test_both_sides_of_a_hop_agree_on_certificates_or_on_plain_text(running: Cluster) -> None:
-    [(_, router)] = containers(running, "router")
+    (_, router), *_ = containers(running, "router")
     ours = router.settings
     for pod, container in containers(running, "executor"):
         theirs = container.settings
@@ -156,7 +156,8 @@ def test_probes_ask_for_services_that_are_served_at_the_port_that_listens(runnin
     for _, container in containers(running):
         asked = {name: probe["grpc"]["service"] for name, probe in container.probes.items()}
         expected = {"startupProbe": LIVENESS, "livenessProbe": LIVENESS}
-        assert asked == expected | {"readinessProbe": READINESS}
+        is_one_of_two = container.image == "lockstep-router" and stands_by(running)
+        assert asked == expected | {"readinessProbe": LIVENESS if is_one_of_two else READINESS}
         for probe in container.probes.values():
             assert probe["grpc"]["port"] == port_of(container, "health_listen")
             assert probe["timeoutSeconds"] > 1, "the default of a second kills busy pods"
@@ -166,6 +167,25 @@ def test_probes_ask_for_services_that_are_served_at_the_port_that_listens(runnin
     for pod in running.pods:
         listening = [port["containerPort"] for c in pod.containers for port in c.spec["ports"]]
         assert len(set(listening)) == len(listening), "the containers of a pod share its ports"
+
+
+def stands_by(running: Cluster) -> bool:
+    """Whether one of the routers has no group that can step."""
+    return named(running.manifests, "Deployment", "lockstep-router")["spec"]["replicas"] > 1
+
+
+def test_two_routers_stand_where_envoy_asks_for_their_health_and_one_is_always_there() -> None:
+    for overlay in ("cpu-demo", "cpu-demo-pool", "gpu-node", "gpu-node-tls", "multi-node"):
+        running = cluster(overlay)
+        budget = named(running.manifests, "PodDisruptionBudget", "lockstep-router")["spec"]
+        deployment = named(running.manifests, "Deployment", "lockstep-router")["spec"]
+        if overlay.startswith("cpu-demo"):
+            assert not stands_by(running)
+            continue
+        assert stands_by(running)
+        assert (budget.get("maxUnavailable"), budget["minAvailable"]) == (None, 1)
+        assert deployment["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+        assert named(running.manifests, "Deployment", "lockstep-envoy")
 
 
 def test_services_pick_pods_and_ports_that_exist(running: Cluster) -> None:
@@ -276,7 +296,7 @@ def _is_peer(rule: Manifest, labels: dict[str, str], space: dict[str, str]) -> b
 
 
 def test_routers_alone_reach_executors_and_executors_one_another(running: Cluster) -> None:
-    [router] = running.pods_of("router")
+    router, *_ = running.pods_of("router")
     [executor, *_] = running.pods_of("executor")
     for container in executor.containers:
         port = port_of(container)
@@ -297,7 +317,7 @@ def test_routers_alone_reach_executors_and_executors_one_another(running: Cluste
 
 def test_callers_alone_reach_what_faces_them(running: Cluster) -> None:
     """The router, or Envoy before it where tenants differ."""
-    [router], gateways = running.pods_of("router"), running.pods_of("envoy")
+    [router, *_], gateways = running.pods_of("router"), running.pods_of("envoy")
     public = port_of(router.containers[0])
     fronts = [(pod, pod.containers[0].spec["ports"][0]["containerPort"]) for pod in gateways]
     for pod, port in fronts or [(router, public)]:
@@ -312,7 +332,7 @@ def test_callers_alone_reach_what_faces_them(running: Cluster) -> None:
 
 
 def test_no_pod_calls_where_it_has_nothing_to_do(running: Cluster) -> None:
-    [router], [executor, *_] = running.pods_of("router"), running.pods_of("executor")
+    [router, *_], [executor, *_] = running.pods_of("router"), running.pods_of("executor")
     for container in executor.containers:
         assert reaches(running, router, port_of(container), labels=executor.labels)
     assert reaches(running, router, 53, space=SYSTEM)
@@ -348,7 +368,7 @@ def test_what_is_referred_to_exists(running: Cluster) -> None:
         target = scaled["spec"]["scaleTargetRef"]
         found = named(manifests, target["kind"], target["name"])
         assert found["apiVersion"] == target["apiVersion"]
-        [router] = running.pods_of("router")
+        router, *_ = running.pods_of("router")
         groups = router.containers[0].settings["groups"]
         assert len(groups) == scaled["spec"]["maxReplicaCount"], "what it starts, a router uses"
     for route in of_kind(manifests, "GRPCRoute"):

@@ -35,6 +35,7 @@ ResourceInfo what was not found, RequestInfo the request's id, which the router'
   CANCELLED           CANCELLED           ended by Cancel.
   UNAVAILABLE         NOT_READY           no group of executors has formed yet.
   UNAVAILABLE         SHUTTING_DOWN       this router stops; go to another one.
+  UNAVAILABLE         MOVED               another router drives the executors; go on there.
   FAILED_PRECONDITION RESUME_MISMATCH     `resume` is of another model, or its prompt had other
                                           tokens: the output cannot go on here.
   INVALID_ARGUMENT    CONSTRAINT_FAILED   the output cannot go on as its constraint says.

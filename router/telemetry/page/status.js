@@ -7,6 +7,7 @@ const MAX_EVENTS = 20;
 const STATES = {
   GROUP_STATE_READY: ["good", "●", "ready"],
   GROUP_STATE_FORMING: ["fair", "◐", "forming"],
+  GROUP_STATE_STANDBY: ["", "○", "stands by"],
   GROUP_STATE_MISMATCHED: ["bad", "✕", "mismatched"],
 };
 const LEVELS = { info: ["", "", "info"], warning: ["fair", "▲", "warning"], error: ["bad", "✕", "error"] };

@@ -57,7 +57,7 @@ async def test_a_router_that_is_refused_disturbs_nobody_and_says_that_it_stands_
 
 async def test_it_hears_at_once_that_the_group_is_left_and_takes_it() -> None:
     async with two_routers() as (_, other, peers):
-        await until(lambda: len(other._attendance._held) == 2)
+        await until(lambda: len(other._attendance.held) == 2)
         other._is_news.clear()
         news = asyncio.ensure_future(other.news())
         await asyncio.sleep(0)
