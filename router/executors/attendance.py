@@ -85,7 +85,7 @@ class Attendance:
         self._clock = self._loop.time
         self._attended: dict[str, _Attended] = {}
         self._timer: asyncio.TimerHandle | None = None  # of the next tick
-        self._tick_time = self._beat_time = self._step_time = -BEAT_S
+        self._tick_time = self._beat_time = self._step_time = self._excused_time = -BEAT_S
         self.without_beats: set[str] = set()
         self.num_standbys: dict[str, int] = {}
         self.held: set[str] = set()
@@ -130,12 +130,15 @@ class Attendance:
         if self._timer is not None and self._step_time - self._tick_time >= BEAT_S:
             self._tick()
 
+    def note_answer(self, address: str, now: float) -> None:
+        """Notes the answer of a step, which says as much as a beat."""
+        self._excuse(now)
+        self._suspicion.note_answer(address, now)
+
     def _tick(self) -> None:
         """Judges silences, and sends the beats that are due."""
-        assert self._timer is not None
-        now, due = self._clock(), self._timer.when()
-        if now - due > LATE_S:
-            self._suspicion.excuse(now - due)
+        now = self._clock()
+        self._excuse(now)
         self._tick_time = now
         self._on_tick(now)
         has_steps = now - self._step_time < BEAT_S
@@ -151,6 +154,18 @@ class Attendance:
             # Not at once, however long this took: uvloop's handle of that does not say when it is due.
             wait_s = max(now + wait_s - self._clock(), LATE_S)
             self._timer = self._loop.call_later(wait_s, self._tick)
+
+    def _excuse(self, now: float) -> None:
+        """Takes off all silences what this event loop is late for its tick, once.
+
+        Call it before anything is noted that came meanwhile: what waited here to be read was not late.
+        """
+        if self._timer is None:
+            return
+        late_s = now - max(self._timer.when(), self._excused_time)
+        if late_s > LATE_S:
+            self._suspicion.excuse(late_s)
+            self._excused_time = now
 
     async def _attend(self, address: str, attended: _Attended) -> None:
         # Beats come as bytes: what is none of ours shall have an error, and not end in gRPC's log.
@@ -227,6 +242,7 @@ class Attendance:
             self.held.add(address)
         else:
             self.held.discard(address)
+        self._excuse(now)
         is_there = self._suspicion.note_beat(address, now, beat)
         if is_there or (was_held and address not in self.held):
             self._on_news()

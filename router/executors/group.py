@@ -264,7 +264,7 @@ class ExecutorGroup:
                 str(member),
                 self._channels[member.address],
                 self._loss,
-                partial(self._suspicion.note_answer, member.address),
+                partial(self._attendance.note_answer, member.address),
                 partial(self._on_stream_end, self._loss, member),
                 max_answer_bytes,
             )

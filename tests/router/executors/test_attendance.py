@@ -17,7 +17,7 @@ from protos.serving.v1 import serving_pb2 as pb
 from protos.settings import check_settings
 from router.errors import ExecutorLost
 from router.executors import attendance, group
-from router.executors.attendance import ROUTER_ID, Attendance
+from router.executors.attendance import ROUTER_ID, TICK_S, Attendance
 from router.executors.group import ExecutorGroup, GroupSettings
 from router.executors.suspicion import MIN_SILENT_AFTER_MS, MemberState, Suspicion
 from tests.router.support.peers import (
@@ -108,6 +108,28 @@ def go_on(peer: Peer) -> None:
     peer.may_beat.set()
     peer.may_answer.set()
     peer.on_describe = at_once
+
+
+@pytest.mark.parametrize("by_answer", [False, True])
+async def test_what_waited_to_be_read_while_the_router_stood_still_was_not_late(
+    by_answer: bool,
+) -> None:
+    """Or the router would wait longer for silent executors, for a minute after each such stop."""
+    attended = attendance_of(lambda _: 0)
+    suspicion, told = attended._suspicion, executor_pb2.AttendResponse().SerializeToString()
+    attended.attend("x", Fake())  # type: ignore[arg-type]
+    assert attended._timer is not None
+    due = attended._timer.when()
+    attended._note("x", due - TICK_S, told)
+    now = due + 1.0  # all of it came meanwhile, and is read before the tick has its turn
+    if by_answer:
+        attended.note_answer("x", now)
+    attended._note("x", now, told)
+    attended._clock = lambda: now
+    attended._tick()
+    assert suspicion.limit_s("x", now, is_idle=False) == 0.45
+    assert suspicion._members["x"].silence_s(now) == 0.0  # and nothing that follows is excused
+    attended.close()
 
 
 @pytest.mark.parametrize("waits", [False, True])
