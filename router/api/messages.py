@@ -9,6 +9,7 @@ import math
 import random
 import re
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -64,6 +65,8 @@ MAX_BAD_WORDS = 64  # of either kind; of a text there are two sequences of token
 MAX_BAD_WORD_LEN = 64
 MAX_TOP_LOGPROBS = 20
 SHORT_OUTPUT_LEN = 512  # tokens; handing them to a thread would take longer than their text
+# Texts of long outputs, one after another: several at once would take as long, and hold the loop up.
+_REPLAYS = ThreadPoolExecutor(max_workers=1, thread_name_prefix="resume")
 MIN_TEMPERATURE = 1e-5  # dividing logits by less overflows float32; below it is greedy anyway
 
 _SAMPLING = {field.name: field for field in SAMPLING_FIELDS}
@@ -203,7 +206,7 @@ async def _take_up(request: Request, resume: Resume) -> None:
     if sum(len(ids) for ids in resume.outputs.values() if ids is not None) <= SHORT_OUTPUT_LEN:
         take_up(request, resume)
     else:
-        await asyncio.to_thread(take_up, request, resume)
+        await asyncio.get_running_loop().run_in_executor(_REPLAYS, take_up, request, resume)
 
 
 def _draws_seed(message: serving_pb2.GenerateRequest) -> bool:

@@ -18,6 +18,7 @@ from router.requests.request import Int32Array, Request, Sequence, Suspicion
 
 MAX_AGE_S = 600.0
 DIGEST_BYTES = 8
+FED_LEN = 512  # tokens whose text is made without a break, so that other threads have their turns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +95,8 @@ def _replay(sequence: Sequence, output: Int32Array) -> int:
         ends = np.isin(output, stop.stop_token_ids) & (lengths >= sequence.min_len)
         first = min(int(ends.argmax()) + 1 if ends.any() else count, count)
         if sequence.text is not None:
-            sequence.text.feed(output[:first], may_stop=False)
+            for start in range(0, first, FED_LEN):
+                sequence.text.feed(output[start : min(start + FED_LEN, first)], may_stop=False)
         sequence.end_at(output[first - 1 : first], num_prompt + first)
         return first
     for end in range(1, count + 1):

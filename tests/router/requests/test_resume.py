@@ -1,5 +1,7 @@
 """If these fail, a caller whose router died has a wrong answer, or none."""
 
+import asyncio
+import dataclasses
 from typing import Any
 
 import grpc
@@ -8,11 +10,13 @@ import pytest
 
 from protos.serving.v1 import serving_pb2 as pb
 from protos.transport.error_details import error_details
+from router.api import messages
 from router.api.generate import RESUME_METADATA
 from router.api.messages import read_request
-from router.api.text import Tokenizer
+from router.api.text import OutputText, Tokenizer
 from router.engine.engines import Engines
 from router.errors import InvalidRequest, QueueFull, RequestExists, ResumeMismatch
+from router.requests import resume
 from router.requests.request import FinishReason, Listeners, Request
 from router.requests.resume import MAX_AGE_S, prompt_digest
 from router.requests.waiting_queue import WaitingQueue
@@ -379,3 +383,33 @@ async def test_one_that_took_routers_down_is_suspected_and_holds_nobody_up(num_s
     else:
         assert sequence.suspicion is not None
         assert (sequence.suspicion.num_losses, sequence.suspicion.num_output_tokens) == (1, 1)
+
+
+async def test_texts_of_long_outputs_are_made_apart_one_after_another_and_in_pieces(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    """Several at once, or one in a whole, would hold the router's loop up."""
+    running, at_once, fed = set[int](), list[int](), list[int]()
+    replay, feed = resume.take_up, OutputText.feed
+
+    def spied(request: Request, given: resume.Resume) -> None:
+        running.add(id(request))
+        at_once.append(len(running))
+        replay(request, given)
+        running.remove(id(request))
+
+    def spied_feed(text: OutputText, ids: Any, **options: Any) -> Any:
+        fed.append(len(ids))
+        return feed(text, ids, **options)
+
+    monkeypatch.setattr(messages, "take_up", spied)
+    monkeypatch.setattr(OutputText, "feed", spied_feed)
+    model = dataclasses.replace(MODEL, max_model_len=4000)
+    message = prompt(output=pb.OutputOptions(text=True), stop=pb.StopConditions(max_tokens=3000))
+    ids = tokenizer.encode("und so " * 300).tolist()
+    requests = [read(resumed(message, ids), tokenizer, model=model) for _ in range(6)]
+    for request in await asyncio.gather(*requests):
+        assert request.sequences[0].num_resumed == len(ids) > 2 * resume.FED_LEN
+    assert at_once == [1] * 6
+    assert max(fed) == resume.FED_LEN
+    assert sum(fed) == 6 * len(ids)
