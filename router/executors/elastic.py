@@ -24,6 +24,7 @@ MAX_JOIN_BYTES = 256 << 20  # that a newcomer may load while callers wait: about
 LOSS_WINDOW_S = 3600.0  # in which a lost place counts
 MAX_HOLD_OFF = 60  # times grow_after_s: half an hour
 GROW_INTERVAL = 2  # times grow_after_s: a minute
+TAKEOVER_WAIT_S = 2.0  # for executors that were in the group, after this router's start
 MAX_TRIAL_WAIT_S = 60.0  # for which suspects wait for an executor that may die of them
 
 
@@ -64,6 +65,7 @@ class Candidate:
         held: [max_slots] the expert in each, or GHOST.
         expert_bytes: Of one expert.
         agreement: What the executors of a group must have alike.
+        num_placed: Executors of the group that it was placed in last; 0: it never was.
     """
 
     address: str
@@ -76,6 +78,7 @@ class Candidate:
     held: tuple[int, ...] = ()
     expert_bytes: int = 0
     agreement: bytes = b""
+    num_placed: int = 0
 
     @property
     def name(self) -> tuple[str, str]:
@@ -198,10 +201,9 @@ class ElasticPolicy:
         candidates = self._alike(candidates)
         staying, newcomers = self._teams_of(candidates)
         free = [team for team in newcomers if not self._is_held_off(team, now)]
-        size, least = self._sizes(candidates)
-        is_early = not self._teams and now - self._begun < self._settings.first_form_wait_s
-        if is_early:
-            least = size
+        size, _ = self._sizes(candidates)
+        needed = self._needed(now, candidates)
+        least = min(-(-needed // _num_peers(candidates)), size)
         ready = self._plan([*staying, *free][:size])
         is_quick = ready is not None and all(
             ready.can_join(member) for team in free if team in ready.teams for member in team
@@ -217,10 +219,26 @@ class ElasticPolicy:
                 return plan
         if len(everybody) >= least:
             raise GroupMismatch(_room_of(everybody))
+        is_early = needed > self._strength.least
         patience = f" in the first {self._settings.first_form_wait_s:g} s" if is_early else ""
         raise ExecutorLost(
-            f"{len(candidates)} of the group's executors answer, and it takes "
-            f"{self._strength.size if is_early else self._strength.least} to form it{patience}"
+            f"{len(candidates)} of the group's executors answer, and it takes {needed} to form it{patience}"
+        )
+
+    def _needed(self, now: float, candidates: Sequence[Candidate]) -> int:
+        """Returns how many executors it takes to form the group now.
+
+        Before the first epoch those count that another router, or this one before it was started again,
+        had in it: they are there already, or lost.
+        """
+        waited_s = now - self._begun
+        if self._teams or waited_s >= self._settings.first_form_wait_s:
+            return self._strength.least
+        num_placed = max((candidate.num_placed for candidate in candidates), default=0)
+        if num_placed and waited_s >= TAKEOVER_WAIT_S:
+            return self._strength.least
+        return max(
+            min(num_placed or self._strength.size, self._strength.size), self._strength.least
         )
 
     def note_formed(self, now: float, formation: Formation) -> None:
@@ -337,7 +355,7 @@ class ElasticPolicy:
 
     def _sizes(self, candidates: Sequence[Candidate]) -> tuple[int, int]:
         """Returns the DP ranks that the group should have, and the least."""
-        peers = candidates[0].attn_tp_size if candidates else 1
+        peers = _num_peers(candidates)
         return self._strength.size // peers, -(-self._strength.least // peers)
 
     def _alike(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
@@ -429,6 +447,11 @@ class ElasticPolicy:
         before = {member.address for member in self._members()}
         now = {member.address for team in teams for member in team}
         return Change.REJOIN if before == now else Change.REPLACE
+
+
+def _num_peers(candidates: Sequence[Candidate]) -> int:
+    """Returns the executors of a DP rank."""
+    return candidates[0].attn_tp_size if candidates else 1
 
 
 def _room_of(teams: Sequence[Team]) -> str:

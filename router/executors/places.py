@@ -33,6 +33,7 @@ def candidate_of(member: Member) -> Candidate:
         held=tuple(np.frombuffer(told.resident_experts, "<i4").tolist()),
         expert_bytes=told.model.bytes_per_expert,
         agreement=told.agreement_digest,
+        num_placed=told.coordinates.dp_size * told.coordinates.attn_tp_size,
     )
 
 

@@ -73,6 +73,15 @@ def test_before_the_first_forming_the_group_waits_for_all_for_a_while_and_then_f
         group.choose(61, executors("a"))
 
 
+def test_a_router_that_comes_to_a_group_waits_for_those_that_were_in_it_and_not_for_more() -> None:
+    group = policy(4, 1)
+    both = executors("ab", num_placed=2)
+    with pytest.raises(ExecutorLost, match=r"1 .* answer, and it takes 2 to form it in the first"):
+        group.choose(0.1, both[:1])
+    assert names(group.choose(0.1, both)) == "ab"
+    assert names(group.choose(2.0, both[:1])) == "a"
+
+
 def test_a_lost_executor_is_replaced_by_a_spare_and_the_others_keep_their_order() -> None:
     group = policy(3, 1)
     form(group, 0, executors("abcd"))
