@@ -30,7 +30,6 @@ from router.errors import (
     ExecutorLeft,
     ExecutorLied,
     ExecutorLost,
-    GroupGrows,
     GroupHeld,
     GroupMismatch,
     HandedOver,
@@ -49,7 +48,7 @@ TRIAL_CHECK_S = 0.1  # between looks at whether suspects may run
 OVERDUE_CHECK_S = 1.0  # between looks at a group that makes no progress
 MAX_NAMED = 64  # requests, in one line of the log
 MIN_RETRY_DELAY_S = 0.05  # an attempt takes a few milliseconds
-AT_ONCE = (ExecutorGone, GroupGrows)  # losses behind which the others are as they should be
+AT_ONCE = (ExecutorGone, ExecutorLeft)  # losses behind which the others are as they should be
 RETRY_SHARE = 0.1  # of the time that a group has been down: what looking for it later may add
 MAX_RETRY_DELAY_S = 15.0  # after attempts that ended, one after another, in what nobody expected
 

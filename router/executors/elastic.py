@@ -24,6 +24,7 @@ MAX_JOIN_BYTES = 256 << 20  # that a newcomer may load while callers wait: about
 LOSS_WINDOW_S = 3600.0  # in which a lost place counts
 MAX_HOLD_OFF = 60  # times grow_after_s: half an hour
 GROW_INTERVAL = 2  # times grow_after_s: a minute
+MAX_FAILURES = 2  # of formings, before newcomers are held off for it
 TAKEOVER_WAIT_S = 2.0  # for executors that were in the group, after this router's start
 MAX_TRIAL_WAIT_S = 60.0  # for which suspects wait for an executor that may die of them
 
@@ -180,6 +181,7 @@ class ElasticPolicy:
         self._history: dict[str, _History] = {}
         self._grown = float("-inf")
         self._weak_since: float | None = None
+        self._num_failures = 0  # of formings since the last epoch, or since somebody was blamed
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -254,6 +256,18 @@ class ElasticPolicy:
             for team in formation.teams
         )
         self._lost_names.clear()
+        self._num_failures = 0
+
+    def note_not_formed(self, now: float, formation: Formation) -> None:
+        """Notes that a group of `choose` did not form. Newcomers are to blame, the second time."""
+        self._num_failures += 1
+        if self._num_failures < MAX_FAILURES:
+            return
+        known = {member.address for member in self._members()}
+        for member in formation.members:
+            if member.address not in known:
+                self.note_failed(now, member.address)
+        self._num_failures = 0
 
     def note_failed(self, now: float, address: str) -> None:
         """Notes that an executor could not join, which counts as a lost place."""

@@ -238,12 +238,23 @@ class ExecutorGroup:
             raise
         await self._connect(addresses)  # anew, to those that have turned out to have no beats
         self._check_held(members)
-        formation = None
-        if self._policy is not None:
-            candidates = [candidate_of(member) for member in members]
-            formation = self._policy.choose(self._clock(), candidates)
-            members = placed(formation, members)
-            self._taking_part = {member.address for member in members}
+        if self._policy is None:
+            return await self._bring_together(members)
+        candidates = [candidate_of(member) for member in members]
+        formation = self._policy.choose(self._clock(), candidates)
+        try:
+            info = await self._bring_together(placed(formation, members))
+        except GroupHeld:
+            raise
+        except ExecutorLost:
+            self._policy.note_not_formed(self._clock(), formation)
+            raise
+        self._note_formed(formation)
+        return info
+
+    async def _bring_together(self, members: list[Member]) -> GroupInfo:
+        """Has these executors, in the order of ranks, join an epoch, and opens the streams to them."""
+        self._taking_part = {member.address for member in members}
         check_group(members)
         self._recognise(members)
         self._check_lead(members)
@@ -271,8 +282,6 @@ class ExecutorGroup:
             for member in members
         ]
         self._driven = {member.address for member in members}
-        if formation is not None:
-            self._note_formed(formation)
         return replace(info, kv_ids=_kv_ids_of_ranks(members, self._kv_ids))
 
     def _note_formed(self, formation: Formation) -> None:

@@ -224,6 +224,16 @@ def test_an_executor_that_cannot_join_is_held_off() -> None:
     assert names(group.choose(1, executors("abd"))) == "ab"
 
 
+def test_newcomers_are_held_off_where_formings_with_them_fail() -> None:
+    group = policy(3, 2)
+    form(group, 0, executors("abc"))
+    for _ in range(2):
+        formation = group.choose(1, executors("abd"))
+        assert names(formation) == "abd"
+        group.note_not_formed(1, formation)
+    assert names(form(group, 1, executors("abd"))) == "ab"
+
+
 def test_peers_of_a_lost_executor_keep_their_place_only_with_another_of_its_rank() -> None:
     def peers(*places: str) -> list[Candidate]:
         return [executor(name, attn_tp_rank=int(name[1]), attn_tp_size=2) for name in places]
