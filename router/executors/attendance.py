@@ -27,7 +27,8 @@ MAX_BEAT_BYTES = 1024
 TICK_S = 0.05  # between looks at who is silent
 LATE_S = 0.01  # by which every busy event loop is late
 RETRY_S = 0.05  # until an executor that is not there is called again
-REFUSED_RETRY_S = 1.0  # one that is there, and takes no such call now
+LONG_AWAY_S = 30.0  # for which one is called so often, as an address may be gone for good
+REFUSED_RETRY_S = 1.0  # one that is there, and takes no such call now; or was away for so long
 FLOOD_GAP_S = 0.01  # between beats; of an executor that sends more, few are read
 
 ROUTER_ID = secrets.token_bytes(16)
@@ -172,6 +173,7 @@ class Attendance:
         method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = attended.channel.stream_stream(
             ATTEND, request_serializer=None, response_deserializer=None
         )
+        begun = self._clock()
         while True:
             attended.due = due = asyncio.Event()
             try:
@@ -187,8 +189,10 @@ class Attendance:
                     log.warning("executor_without_beats", executor=address)
                 self.without_beats.add(address)
                 return
-            is_away = code is grpc.StatusCode.UNAVAILABLE
-            await asyncio.sleep(RETRY_S if is_away else REFUSED_RETRY_S)
+            last = self._suspicion.last_beat(address)
+            is_lately = self._clock() - max(begun, last[0] if last else begun) < LONG_AWAY_S
+            is_soon = code is grpc.StatusCode.UNAVAILABLE and is_lately
+            await asyncio.sleep(RETRY_S if is_soon else REFUSED_RETRY_S)
 
     async def _beats(
         self, address: str, attended: _Attended, due: asyncio.Event
