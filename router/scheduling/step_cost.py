@@ -30,7 +30,7 @@ DOUBTED_WEIGHT = 0.1  # of all that was seen, once it is doubted
 REST = 1e-4, 1e-9  # by which a coefficient is drawn to what it was: of its own weight, and besides
 FAR = 0.5  # error from which on a step counts by its distance, not by the square of it
 
-KNOWN_STEPS = 32  # with prompts, of twice as many in all, before anybody goes by it
+KNOWN_STEPS = 8  # with prompts, of twice as many in all, before anybody goes by it
 LEARN_EVERY = 4  # of steps without prompts, which are many and alike
 OUTLIER, MAX_OUTLIERS = 4.0, 8  # times the prediction; so many in a row are no outliers
 DRIFT, DRIFT_MEMORY = 0.2, 1 / 16  # mean error at which what is known is doubted

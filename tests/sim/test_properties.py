@@ -114,7 +114,7 @@ def test_work_is_conserved_counted_and_ends_whatever_comes(seed: int) -> None:
 def test_a_long_prompt_among_short_ones_that_never_cease_waits_for_a_bounded_time() -> None:
     """They ask for nearly all that there is, and each of them goes before it for a second."""
     policy = lockstep()(Sizes(num_ranks=2))
-    short = stream([Arrival(n / 110, 900, 10) for n in range(110)], 110.0, 12.0)
+    short = stream([Arrival(n / 80, 900, 10) for n in range(80)], 80.0, 12.0)
     long = [Job(0, 6.0 + n, 30_000, 5) for n in range(2)]
     serve_together(policy, COSTS["30b"], short, long)
     assert first_tokens(long)[1] < 4000
