@@ -304,7 +304,7 @@ class Engine:
             return 0.0
         plan = self._in_flight[0].plan
         cost = self.measures.costs.of(plan)
-        if not cost.is_known or not self._settings.target_token_gap_ms:
+        if not (cost.is_known and self._settings.go_by_time):
             return 0.0
         wait_s = self.measures.lead.wait_s(cost.predict(plan))
         return self._begin_time + wait_s - self._clock() if wait_s else 0.0

@@ -330,7 +330,7 @@ class Scheduler:
 
     def _learn_prices(self) -> None:
         cost = self._measures.costs.plain
-        self._goes_by_time = cost.is_known and self._settings.target_token_gap_ms > 0
+        self._goes_by_time = cost.is_known and self._settings.go_by_time
         self._prices = Prices(**cost.coefficients(with_margin=True))
         self._waiting.order_by_length(self._seconds_behind(1))
 

@@ -18,6 +18,9 @@ from typing import NamedTuple
 
 from protos.settings import at_least, setting
 
+USUAL_TARGET_S = 0.05  # where the fixed part of a step with prompts is USUAL_FIXED_S at most
+USUAL_FIXED_S = 0.015
+FIXED_SLOPE = 7.0  # seconds for each second of it beyond
 IDLE_S = 0.08  # a step of prompts that no decode waits for
 USUAL_CONTEXT = 1024  # tokens before a prompt's, where a prompt is not looked at
 REST = 0.08  # of a chunk: less than that of a prompt is not left for another step
@@ -32,11 +35,16 @@ MEAN_MEMORY = 0.05
 class BudgetSettings:
     """Settings of the time that steps may take."""
 
-    target_token_gap_ms: float = setting(50.0, at_least(0))
+    target_token_gap_ms: float | None = setting(
+        None,
+        at_least(0),
+        unset="50, and 7 more for each by which the fixed part of such a step exceeds 15",
+    )
     """Milliseconds that a step with prompts takes, and so the gap between two tokens of an answer,
     while prompts drain in time. 0: as many tokens as fit, however long they take."""
     max_token_gap_ms: float = setting(0.0, at_least(0))
-    """Milliseconds that it may take while they do not; 0 is four times the target."""
+    """Milliseconds that it may take while they do not; 0 is four times the target, or 150 more than one
+    that is not set."""
     target_first_token_ms: float = setting(500.0, at_least(1))
     """Milliseconds in which waiting prompts should drain: the longer it would take them, the longer
     steps become. No prompt that has a place on a rank is held back for longer."""
@@ -48,6 +56,11 @@ class BudgetSettings:
     to run. 0 is the order of arrival."""
     min_chunk_tokens: int = setting(128, at_least(1))
     """Prompt tokens that run on each rank that has some, in a step that runs any."""
+
+    @property
+    def go_by_time(self) -> bool:
+        """Whether steps have a budget in seconds, once it is known what they take."""
+        return self.target_token_gap_ms != 0
 
 
 class Prices(NamedTuple):
@@ -113,6 +126,21 @@ class Budget(NamedTuple):
 Prompts = SequenceOf[SequenceOf[Prompt]]
 
 
+def gap_range(settings: BudgetSettings, prices: Prices) -> tuple[float, float]:
+    """Returns the seconds that a step with prompts takes while these drain in time, and at most.
+
+    Where a step takes long whatever it runs, a short one would run hardly any prompts beside that.
+    """
+    bound_s = settings.max_token_gap_ms / 1e3
+    if settings.target_token_gap_ms is not None:
+        target_s = settings.target_token_gap_ms / 1e3
+        return target_s, max(target_s, bound_s or 4 * target_s)
+    excess_s = prices.base + prices.prompts - USUAL_FIXED_S
+    target_s = USUAL_TARGET_S + FIXED_SLOPE * max(0.0, excess_s)
+    bound_s = bound_s or target_s + 3 * USUAL_TARGET_S
+    return min(target_s, bound_s), bound_s
+
+
 def drained_tokens(settings: BudgetSettings, prices: Prices) -> float:
     """Returns the prompt tokens that each rank could run in the target of the first token."""
     return settings.target_first_token_ms / 1e3 / prices.unit
@@ -143,10 +171,9 @@ def open_budget(
         prices.row * num + prices.kv * kv for num, kv in zip(num_decodes, kv_tokens, strict=True)
     ]
     base = prices.base + prices.prompts + max(own) + prices.mean * total / num_ranks
-    target_s = settings.target_token_gap_ms / 1e3
+    target_s, max_s = gap_range(settings, prices)
     seconds = max(IDLE_S, target_s, 2 * base)  # half of it, at least, is the prompts'
     if total:
-        max_s = max(target_s, settings.max_token_gap_ms / 1e3 or 4 * target_s)
         backlog = num_backlog / num_ranks
         spare_s = settings.target_first_token_ms / 1e3 - backlog * prices.unit
         need = backlog * base / spare_s if spare_s > 0 else math.inf

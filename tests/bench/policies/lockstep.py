@@ -83,7 +83,7 @@ class Lockstep:
     def wait_s(self, work: Work) -> float:
         plan, cost = work.handle, self.measures.costs.plain
         assert isinstance(plan, StepPlan)
-        if not cost.is_known or not self._settings.target_token_gap_ms:
+        if not (cost.is_known and self._settings.go_by_time):
             return 0.0
         return self.measures.lead.wait_s(cost.predict(plan))
 

@@ -81,9 +81,9 @@ def test_the_gap_widens_smoothly_with_the_backlog_up_to_its_bound() -> None:
 
 
 def test_however_slow_steps_are_without_prompts_some_of_these_run() -> None:
-    slow = PRICES._replace(base=0.3)
+    slow, settings = PRICES._replace(base=0.3), BudgetSettings(target_token_gap_ms=50.0)
     for decodes in ([9, 9], [0, 0]):
-        budget = open_budget(SETTINGS, slow, decodes, [0, 0], 0, MAX_TOKENS)
+        budget = open_budget(settings, slow, decodes, [0, 0], 0, MAX_TOKENS)
         counts = fill(budget, prompts_of([4000], [4000]), 128)
         assert min(counts) == (128 if any(decodes) else 4000)
 
@@ -138,3 +138,22 @@ def test_what_one_rank_has_more_is_trimmed_only_where_many_decodes_pay_for_it() 
         assert (trimmed != counts) == is_trimmed
         assert all(128 <= after <= before for after, before in zip(trimmed, counts, strict=True))
         assert trimmed[1:] == counts[1:]
+
+
+@pytest.mark.parametrize(
+    ("fixed_ms", "settings", "expected_ms"),
+    [
+        (12.0, {}, (50, 200)),
+        (40.0, {}, (225, 375)),
+        (40.0, {"target_token_gap_ms": 50.0}, (50, 200)),
+        (40.0, {"max_token_gap_ms": 80.0}, (80, 80)),
+        (12.0, {"max_token_gap_ms": 80.0}, (50, 80)),
+    ],
+)
+def test_a_model_whose_steps_are_long_whatever_they_run_gets_a_longer_target(
+    fixed_ms: float, settings: dict[str, float], expected_ms: tuple[float, float]
+) -> None:
+    prices = PRICES._replace(base=0.75e-3 * fixed_ms, prompts=0.25e-3 * fixed_ms)
+    for backlog, each_ms in zip((0, 10**6), expected_ms, strict=True):
+        budget = open_budget(BudgetSettings(**settings), prices, [9], [0], backlog, MAX_TOKENS)
+        assert budget.seconds == pytest.approx(each_ms / 1e3)
