@@ -1,11 +1,14 @@
 """A flood of one caller beside another caller, on real processes.
 
-    python -m tests.bench.router.bench_neighbours [--requests 600] [--rounds 5] [--pause 0.1]
+    python -m tests.bench.router.bench_neighbours [--requests 600] [--rounds 5] [--pause 0.1] [--turns 10]
 
 The demo model, router and executors as processes. One caller sends all its requests at once, and another
 one a request after another, with a pause between them: its milliseconds to the first token while it has
 the router for itself, beside the flood, and at most as the flood's own caller; and the flood's tokens a
 second alone and beside the other caller, by turns. The last line has the medians of the rounds.
+
+Then the flood never ends, and the other caller calls in every second turn of two seconds: the tokens that
+the router served the flood, and both, over those of the turns before and after.
 """
 
 import asyncio
@@ -27,6 +30,7 @@ CALLERS = ("flood", "other")
 PROMPT_LEN, NUM_TOKENS = 32, 32
 NUM_IDLE = 30  # requests that find the router idle
 SENT_S = 0.3  # in which a flood's requests have been sent
+TURN_S = 2.0
 RNG = random.Random(0)
 
 Figures = npt.NDArray[np.float64]
@@ -60,12 +64,58 @@ async def one_after_another(
     return waits
 
 
-async def beside_a_flood(count: int, rounds: int, pause_s: float) -> None:
+async def keep_flooding(client: Client, count: int, end: asyncio.Event) -> None:
+    """Has so many requests at the router until the end."""
+
+    async def go_on() -> None:
+        while not end.is_set():
+            prompt = [RNG.randint(1, 30) for _ in range(PROMPT_LEN)]
+            await many.complete(prompt, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+    async with client.many() as many:
+        await asyncio.gather(*[go_on() for _ in range(count)])
+
+
+async def served(client: Client) -> Figures:
+    """Returns the tokens that the flood was given so far, and that all were."""
+    [group] = await client.get_status()
+    tokens = {flow.flow: flow.num_served_tokens for flow in group.flows}
+    return np.array([tokens["flood"], sum(tokens.values())], dtype=np.float64)
+
+
+async def by_turns(many: Client, one: Client, count: int, turns: int, pause_s: float) -> None:
+    """Prints what the flood, and all, are served beside the other caller over what they are without."""
+    end = asyncio.Event()
+    flooding = asyncio.ensure_future(keep_flooding(many, count, end))
+    await asyncio.sleep(TURN_S)
+    rates, waits = [], []
+    for turn in range(2 * turns + 1):
+        begun, before = time.perf_counter(), await served(many)
+        over = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_later(TURN_S, over.set_result, 0.0)
+        if turn % 2:
+            while not over.done():
+                waits.append(await first_token(one))
+                await asyncio.sleep(pause_s)
+        await over
+        rates.append((await served(many) - before) / (time.perf_counter() - begun))
+    end.set()
+    await flooding
+    alone = np.array(rates[::2])
+    flood, both = np.median(2 * np.array(rates[1::2]) / (alone[:-1] + alone[1:]), axis=0).tolist()
+    print(
+        f"by turns: flood {flood:.3f}, both {both:.3f} of what the flood has alone, "
+        f"the other's first token {np.median(waits):.1f} ms",
+        flush=True,
+    )
+
+
+async def beside_a_flood(count: int, rounds: int, pause_s: float, turns: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         tokens = {name: secrets.token_hex(16) for name in CALLERS}
         file = Path(folder) / "tokens"
         file.write_text("".join(f"{name} {token}\n" for name, token in tokens.items()))
-        args = ("--auth-tokens", str(file))
+        args = ("--auth-tokens", str(file), "--operators", "flood")
         async with (
             LocalStack(router_args=args, token=file) as stack,
             Client(stack.address, token=tokens["flood"]) as many,
@@ -79,6 +129,7 @@ async def beside_a_flood(count: int, rounds: int, pause_s: float) -> None:
             print("idle p50   beside a flood p50   p99   times   flood alone, beside, ratio")
             found = [await one_round(many, one, count, pause_s) for _ in range(rounds)]
             show(np.median(found, axis=0))
+            await by_turns(many, one, count, turns, pause_s)
 
 
 async def one_round(many: Client, one: Client, count: int, pause_s: float) -> Figures:
@@ -103,8 +154,8 @@ def show(figures: Figures) -> None:
 
 def main() -> None:
     quiet()
-    options = parse_options(__doc__, requests=600, rounds=5, pause=0.1)
-    asyncio.run(beside_a_flood(options.requests, options.rounds, options.pause))
+    options = parse_options(__doc__, requests=600, rounds=5, pause=0.1, turns=10)
+    asyncio.run(beside_a_flood(options.requests, options.rounds, options.pause, options.turns))
 
 
 if __name__ == "__main__":
