@@ -122,14 +122,13 @@ def _serve_metrics(
         return
     from executor.build.devices import memory_in_use  # imports PyTorch
 
-    topology = config.topology
-
     def numbers() -> Numbers:
         return Numbers(
             measures,
-            topology.dp_rank,
-            topology.attn_tp_rank,
+            config.topology.dp_rank if config.max_dp_size is None else servicer.dp_rank,
+            config.attn_tp_rank,
             servicer.num_kv_blocks,
+            sum(expert >= 0 for expert in servicer.resident_experts),
             servicer.epoch,
             memory_in_use(),
         )

@@ -1,7 +1,7 @@
 """Settings of an executor, checked once at start and never changed after."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from executor.budget.token_budget import check_step_limits
@@ -34,6 +34,12 @@ class ExecutorConfig(ServiceConfig):
     """This executor's data-parallel rank."""
     dp_size: int = 1
     """Data-parallel ranks of the group."""
+    max_dp_size: int | None = setting(None, at_least(1), unset="it stands where dp_rank says")
+    """Makes this executor elastic: the router gives it a place at each Join, in groups of at most so many
+    data-parallel ranks, or keeps it as a spare."""
+    min_dp_size: int | None = setting(None, at_least(1), unset="one less than max_dp_size")
+    """Data-parallel ranks of the smallest group of an elastic executor, which holds all experts: the
+    fewer, the more expert slots each executor has."""
     node_rank: int = setting(0, at_least(0))
     """Number of this executor's node, where dp_rank counts within the node."""
     dp_ranks_per_node: int = setting(0, at_least(0))
@@ -185,6 +191,7 @@ class ExecutorConfig(ServiceConfig):
         )
 
     def _check_ranks(self) -> None:
+        self._check_elastic()
         if self.node_rank and not self.dp_ranks_per_node:
             raise ValueError(
                 f"node_rank={self.node_rank}: need dp_ranks_per_node, which is not set"
@@ -200,6 +207,31 @@ class ExecutorConfig(ServiceConfig):
             raise ValueError(
                 f"advertised_host is not set and listen={self.listen} names no host: the first "
                 f"executor of a group needs one that the others can reach"
+            )
+
+    def _check_elastic(self) -> None:
+        if self.max_dp_size is None:
+            if self.min_dp_size is not None:
+                raise ValueError(
+                    f"min_dp_size={self.min_dp_size} without max_dp_size: it is for elastic executors; "
+                    f"set max_dp_size, or leave it out"
+                )
+            return
+        if (self.min_dp_size or 1) > self.max_dp_size:
+            raise ValueError(
+                f"min_dp_size={self.min_dp_size} is above max_dp_size={self.max_dp_size}: swap them"
+            )
+        for each in ("dp_rank", "dp_size", "node_rank", "dp_ranks_per_node", "ep_size"):
+            given = getattr(self, each)
+            if given != type(self).__dataclass_fields__[each].default:
+                raise ValueError(
+                    f"{each}={given} with max_dp_size={self.max_dp_size}: the router says where an "
+                    f"elastic executor stands, and each is an EP rank; leave {each} out"
+                )
+        if self.moe_a2a == "flashinfer":
+            raise ValueError(
+                f"moe_a2a=flashinfer with max_dp_size={self.max_dp_size}: its workspace is for groups of "
+                f"one size; set moe_a2a to none or torch"
             )
 
     def _check_experts(self) -> None:
@@ -268,20 +300,28 @@ class ExecutorConfig(ServiceConfig):
 
     @property
     def world_size(self) -> int:
-        """Executors of the group."""
+        """Executors of the group; of the largest, if it is elastic."""
         return self.topology.world_size
 
     @property
     def capacity(self) -> Capacity:
-        """What this executor is built for: the group that its settings describe."""
-        return self.topology.capacity
+        """What this executor is built for: the group that its settings describe, or several."""
+        if self.max_dp_size is None:
+            return self.topology.capacity
+        least = self.min_dp_size or max(1, self.max_dp_size - 1)
+        return replace(self.topology.capacity, min_dp_size=least)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it never has peers."""
+        return self.world_size == 1 and not self.capacity.is_elastic
 
     @property
     def topology(self) -> Topology:
-        """Coordinates of this executor in its group."""
+        """Coordinates of this executor in its group; in the largest, if it is elastic, until a Join."""
         return Topology(
             dp_rank=self.node_rank * self.dp_ranks_per_node + self.dp_rank,
-            dp_size=self.dp_size,
+            dp_size=self.max_dp_size or self.dp_size,
             attn_tp_rank=self.attn_tp_rank,
             attn_tp_size=self.attn_tp_size,
             ep_size=self.ep_size,

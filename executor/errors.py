@@ -11,11 +11,14 @@ RpcError               what the router sees
 ├── NotLoaded          UNAVAILABLE          the model is still loading
 ├── ShuttingDown       UNAVAILABLE          this process is about to end
 ├── JoinFailed         UNAVAILABLE          another member did not come, or a newer epoch began
+│   └── LoadFailed     UNAVAILABLE          experts could not be read from the checkpoint
 ├── Held               FAILED_PRECONDITION  another router drives this executor
 ├── StaleEpoch         FAILED_PRECONDITION  a newer epoch has been seen
 ├── InvalidEpoch       INVALID_ARGUMENT     the epoch is one that no router has got to
 ├── InvalidRendezvous  INVALID_ARGUMENT     a secret that can be guessed, or a store of no member
 ├── InvalidPlacement   INVALID_ARGUMENT     this executor cannot stand there
+├── NotPlaced          FAILED_PRECONDITION  a Join of an elastic executor does not say where it stands
+├── NoRoom             FAILED_PRECONDITION  a slot for an expert is in use
 ├── NotJoined          FAILED_PRECONDITION  no Join has succeeded
 ├── StreamHeld         FAILED_PRECONDITION  another Step stream is open
 ├── StepOutOfOrder     FAILED_PRECONDITION  a step was skipped or sent twice
@@ -61,6 +64,10 @@ class Held(RpcError):
     reason = "HELD"
 
 
+class LoadFailed(JoinFailed):
+    reason = "LOAD_FAILED"
+
+
 class StaleEpoch(RpcError):
     code = StatusCode.FAILED_PRECONDITION
     reason = "STALE_EPOCH"
@@ -79,6 +86,16 @@ class InvalidRendezvous(RpcError):
 class InvalidPlacement(RpcError):
     code = StatusCode.INVALID_ARGUMENT
     reason = "INVALID_PLACEMENT"
+
+
+class NotPlaced(RpcError):
+    code = StatusCode.FAILED_PRECONDITION
+    reason = "NOT_PLACED"
+
+
+class NoRoom(RpcError):
+    code = StatusCode.FAILED_PRECONDITION
+    reason = "NO_ROOM"
 
 
 class NotJoined(RpcError):

@@ -41,6 +41,7 @@ class Measures:
         padding_tokens: Rows that it ran beside them, up to the size of the graph.
         failures: Steps that were refused or failed, by the error's reason.
         joins: Join calls, by "joined" or "failed".
+        loaded_bytes: Of experts, loaded at Joins and ahead of them.
         beat_late_s: By how much the event loop came too late to its beats.
         refused: Calls, scrapes and connections to the rendezvous store that were not taken, by reason.
     """
@@ -54,6 +55,7 @@ class Measures:
         # Counted from 0, as Prometheus sees no increase in a series that begins with 1.
         self.failures = Counter({e.reason: 0 for e in (InvalidStep, StepFailed)})
         self.joins = Counter({"joined": 0, "failed": 0})
+        self.loaded_bytes = 0
         self.beat_late_s = Histogram(STEP_BOUNDS)
         self.refused = Counter(dict.fromkeys([*PORT_REFUSALS, STORE_STRANGER], 0))
         self._start_ns = 0
@@ -101,6 +103,7 @@ class Numbers(NamedTuple):
 
     Attributes:
         num_kv_blocks: 0 while it loads.
+        num_resident: Experts in the slots of an elastic executor.
         epoch: The epoch that it is joined to; None if to none.
         device_memory: Bytes of an accelerator's memory by state; empty on a CPU.
     """
@@ -109,6 +112,7 @@ class Numbers(NamedTuple):
     dp_rank: int
     attn_tp_rank: int
     num_kv_blocks: int
+    num_resident: int
     epoch: int | None
     device_memory: dict[str, int]
 
@@ -124,6 +128,10 @@ METRICS: list[Metric[Numbers]] = [
            "The epoch that it is joined to; 0 if to none."),
     Metric("kv_blocks", "gauge", (), lambda n: n.num_kv_blocks,
            "KV blocks of its pool; 0 while it loads."),
+    Metric("resident_experts", "gauge", (), lambda n: n.num_resident,
+           "Experts of a layer that an elastic executor holds; 0 of any other."),
+    Metric("loaded_bytes_total", "counter", (), lambda n: n.measures.loaded_bytes,
+           "Bytes of experts that an elastic executor has loaded, at Joins and ahead of them."),
     Metric("device_memory_bytes", "gauge", ("state",), lambda n: n.device_memory,
            "Memory of its GPU that PyTorch uses (allocated) or holds (reserved); none on a CPU."),
     Metric("joins_total", "counter", ("outcome",), lambda n: n.measures.joins.copy(),

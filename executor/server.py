@@ -22,22 +22,25 @@ import asyncio
 import hashlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import grpc
+import numpy as np
 import structlog
 from grpc_health.v1 import health_pb2_grpc
 
+from executor.batch.placement import Loaded, Placement, read_placement
 from executor.errors import (
     InvalidPlacement,
     InvalidRendezvous,
     JoinFailed,
     NotJoined,
     NotLoaded,
+    NotPlaced,
     ShuttingDown,
     StaleEpoch,
     StepFailed,
@@ -52,6 +55,7 @@ from executor.parallel.epochs import (
     join_address,
     split_address,
 )
+from executor.parallel.layout import Capacity
 from executor.parallel.lease import Lease
 from protos.executor.beats import BEAT_S
 from protos.executor.v1 import executor_pb2 as pb
@@ -76,6 +80,8 @@ LIVENESS, READINESS = "liveness", "readiness"
 MAX_UNANSWERED_STEPS = 8
 QUIET_MS = 10_000  # for which captures and libraries that are loaded may hold the event loop up
 STUCK_CHECKS = 10  # so that a process that was stopped for a while is not taken for a stuck one
+
+STAGE_PROGRESS_S = 0.25
 
 # Before the port's, as gRPC goes by the first option of a name.
 SERVER_OPTIONS = [
@@ -103,6 +109,30 @@ class Pending(Protocol):
     def is_done(self) -> bool: ...
 
 
+class Staging(Protocol):
+    """Experts that are loaded ahead of a Join."""
+
+    bytes_done: int
+    bytes_total: int
+
+    def run(self) -> None: ...
+    def cancel(self) -> None: ...
+
+
+class Experts(Protocol):
+    """``ElasticExperts``, as far as the service calls it."""
+
+    capacity: Capacity
+
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def resident(self) -> list[int]: ...
+    def stage(
+        self, slots: Sequence[int], used: Sequence[int] | None, max_bytes_per_s: int
+    ) -> Staging: ...
+
+
 class Worker(Protocol):
     """``executor.worker.Worker``, as far as the service calls it."""
 
@@ -112,10 +142,14 @@ class Worker(Protocol):
     def has_deferred(self) -> bool: ...
     @property
     def waits_for_peers(self) -> bool: ...
+    @property
+    def experts(self) -> Experts | None: ...
     def launch(self, request: pb.StepRequest) -> Pending: ...
     def finish(self, pending: Any) -> pb.StepResponse: ...
     def run_deferred(self) -> None: ...
-    def join(self, epoch: int, store_address: str, attempt: JoinAttempt) -> None: ...
+    def join(
+        self, epoch: int, store_address: str, attempt: JoinAttempt, placement: Placement | None
+    ) -> Loaded: ...
     def leave(self) -> None: ...
 
 
@@ -311,6 +345,9 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self._is_stopping = False
         self._epochs = Epochs()
         self._joining: JoinAttempt | None = None  # the newest, while it is under way
+        self._placement: Placement | None = None  # of the newest Join
+        self._staging: Staging | None = None
+        self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage")
         self._begun_step_id = 0
         self._lease = Lease(on_change=self._on_driver)
         self._beats = Beats(self._beat, self._lease, self._measures.beat_late_s)
@@ -359,6 +396,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self._description.peer_host = self._store_host
         self._description.store_address = self._store_address
         self._description.agreement_digest = agreement_digest(dict(self._description.agreement))
+        self._publish_readiness()
 
     async def stop(self) -> None:
         """Finishes the step in flight, tells the router, and then leaves the group.
@@ -367,6 +405,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         it knows that the leave is planned.
         """
         self._is_stopping = True
+        self._cancel_staging()
         self._beats.end()
         self._publish_readiness()
         self._call_off_join("this executor was told to stop")
@@ -390,6 +429,17 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         return self._epoch
 
     @property
+    def dp_rank(self) -> int:
+        """Where it stands; 0 while it loads, and of an elastic one before its first Join."""
+        return self._description.coordinates.dp_rank
+
+    @property
+    def resident_experts(self) -> list[int]:
+        """The expert in each slot of an elastic executor, -1 for none."""
+        experts = None if self._worker is None else self._worker.experts
+        return [] if experts is None else experts.resident
+
+    @property
     def num_kv_blocks(self) -> int:
         """Blocks of its pool; 0 while it loads."""
         return self._description.num_kv_blocks
@@ -404,6 +454,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             response.epoch = self._epochs.newest
             if (driver := self._lease.driver) is not None:
                 response.driver.CopyFrom(pb.Driver(**driver._asdict()))
+            response.resident_experts = np.array(self.resident_experts, "<i4").tobytes()
             return response
 
     async def Prepare(self, request: pb.PrepareRequest, context: Context) -> pb.PrepareResponse:
@@ -423,9 +474,11 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinResponse:
         async with abort_on_error(context):
             worker = self._loaded_worker()
-            if request.HasField("placement"):
-                raise NOT_ELASTIC
-            if worker.has_peers:
+            placement = _placement_of(worker.experts, request)
+            has_peers = worker.has_peers
+            if placement is not None:
+                has_peers = placement.topology.world_size > 1
+            if has_peers:
                 _check_rendezvous(request)
             self._lease.check(request.router_id)
             self._epochs.join(request.epoch)
@@ -437,27 +490,29 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
                 self._lease.note_steps(is_open=False)
             self._lease.take(request.router_id)
             self._call_off_join(f"epoch {request.epoch} has begun")
-            if worker.has_peers and request.store_address == self._store_address:
+            if has_peers and request.store_address == self._store_address:
                 try:
                     self._open(request.epoch, request.secret)
                 except OSError as error:
                     raise JoinFailed(f"epoch {request.epoch}: {error}") from error
             self._leave()  # from here, so that a step that waits for lost peers fails now
+            self._cancel_staging()
+            self._placement = placement
             self._publish_readiness()
             attempt = self._joining = JoinAttempt(request.epoch, request.secret)
             self._beats.beat_now()  # announces a pause
             try:
                 # A call that is cancelled does not stop the thread, whose outcome must be noted.
-                failure = await asyncio.shield(self._join(worker, request, attempt))
+                joined = await asyncio.shield(self._join(worker, request, attempt, placement))
             except asyncio.CancelledError:
                 if self._joining is attempt:  # as a router does when another member cannot join
                     self._call_off_join("the router gave up")
                 raise
-            if failure is not None:
-                raise failure
-            return pb.JoinResponse(
-                instance_id=self._description.instance_id, kv_id=self._description.kv_id
-            )
+            if isinstance(joined, JoinFailed):
+                raise joined
+            joined.instance_id = self._description.instance_id
+            joined.kv_id = self._description.kv_id
+            return joined
 
     async def Attend(  # type: ignore[override]
         self, requests: AsyncIterator[pb.AttendRequest], context: Context
@@ -471,8 +526,37 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self, request: pb.StageRequest, context: Context
     ) -> None:
         async with abort_on_error(context):
-            self._loaded_worker()
-            raise NOT_ELASTIC
+            experts = self._loaded_worker().experts
+            placement = _placement_of(experts, request)
+            if experts is None or placement is None:
+                raise NOT_ELASTIC
+            used = None
+            if self._placement is not None and (self._epoch is not None or self._joining):
+                used = self._placement.slots
+            staging = experts.stage(placement.slots, used, request.max_bytes_per_s)
+            self._cancel_staging()
+            self._staging = staging
+            try:
+                await self._stage(staging, context)
+            finally:
+                staging.cancel()
+                self._measures.loaded_bytes += staging.bytes_done
+
+    async def _stage(self, staging: Staging, context: Context) -> None:
+        """Answers how far it is until it has ended, however it does."""
+        loading = asyncio.get_running_loop().run_in_executor(self._stager, staging.run)
+        is_over = False
+        while not is_over:
+            is_over = bool((await asyncio.wait([loading], timeout=STAGE_PROGRESS_S))[0])
+            await context.write(
+                pb.StageResponse(bytes_done=staging.bytes_done, bytes_total=staging.bytes_total)
+            )
+        loading.result()
+        log.info("staged", bytes=staging.bytes_done, of=staging.bytes_total)
+
+    def _cancel_staging(self) -> None:
+        if self._staging is not None:
+            self._staging.cancel()
 
     # A coroutine that writes to the context, not a generator: when its call is cancelled, a
     # generator would stay suspended at its yield and hold the stream until collected.
@@ -563,12 +647,17 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self.stuck.set()
 
     async def _join(
-        self, worker: Worker, request: pb.JoinRequest, attempt: JoinAttempt
-    ) -> JoinFailed | None:
+        self,
+        worker: Worker,
+        request: pb.JoinRequest,
+        attempt: JoinAttempt,
+        placement: Placement | None,
+    ) -> pb.JoinResponse | JoinFailed:
         """Returns how it failed, if it did: nobody awaits this once the call was cancelled."""
         started_s = time.perf_counter()
+        join = partial(self._join_worker, worker, request, attempt, placement)
         try:
-            await self._on_compute_thread(partial(self._join_worker, worker, request, attempt))
+            joined = await self._on_compute_thread(join)
             attempt.check()  # it may have been called off since it joined
             self._begun_step_id = 0
             self._next_step_id, self._epoch = 1, request.epoch  # in this order: see _check_order
@@ -581,17 +670,34 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
                 self._joining = None
             self._close_stores(request.epoch)  # all have what they need of it, or it failed
             self._publish_readiness()
+        if placement is not None:
+            self._description.coordinates.CopyFrom(request.placement.coordinates)
         self._measures.joins["joined"] += 1
-        log.info("joined", epoch=request.epoch, seconds=round(time.perf_counter() - started_s, 3))
-        return None
+        self._measures.loaded_bytes += joined.loaded_bytes
+        log.info(
+            "joined",
+            epoch=request.epoch,
+            dp_rank=self._description.coordinates.dp_rank,
+            dp_size=self._description.coordinates.dp_size,
+            seconds=round(time.perf_counter() - started_s, 3),
+            loaded_bytes=joined.loaded_bytes,
+        )
+        return joined
 
     # On the compute thread, and that which finishes
 
-    def _join_worker(self, worker: Worker, request: pb.JoinRequest, attempt: JoinAttempt) -> None:
+    def _join_worker(
+        self,
+        worker: Worker,
+        request: pb.JoinRequest,
+        attempt: JoinAttempt,
+        placement: Placement | None,
+    ) -> pb.JoinResponse:
         """Joins once no step of an older epoch is under way."""
         if self._last_reading is not None:
             wait([self._last_reading])
-        worker.join(request.epoch, request.store_address, attempt)
+        loaded = worker.join(request.epoch, request.store_address, attempt, placement)
+        return pb.JoinResponse(loaded_bytes=loaded.num_bytes, load_ns=loaded.ns)
 
     def _step(
         self, stream: StepStream, worker: Worker, request: pb.StepRequest, arrival_ns: int
@@ -741,7 +847,9 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self._beats.beat_now()  # so that a router that stands by takes over at once
 
     def _publish_readiness(self) -> None:
-        self.health.set(READINESS, self._epoch is not None and not self._is_stopping)
+        is_spare = self._worker is not None and self._worker.experts is not None
+        is_ready = is_spare or self._epoch is not None
+        self.health.set(READINESS, is_ready and not self._is_stopping)
 
     async def _on_compute_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._compute, function)
@@ -750,6 +858,27 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
 def _ids(request: pb.StepRequest) -> dict[str, int]:
     """Returns what a log says of a step, under the names that the router's log uses."""
     return {"epoch": request.epoch, "step_id": request.step_id}
+
+
+def _placement_of(
+    experts: Experts | None, request: pb.JoinRequest | pb.StageRequest
+) -> Placement | None:
+    """Returns where a call places this executor; None if its settings do.
+
+    Raises:
+        NotPlaced: The executor is elastic, and the call says nothing of that.
+        InvalidPlacement: It cannot stand there.
+    """
+    if request.HasField("placement"):
+        if experts is None:
+            raise NOT_ELASTIC
+        return read_placement(request.placement, experts.capacity, experts.num_experts)
+    if experts is not None:
+        raise NotPlaced(
+            "this executor is elastic (max_dp_size): need a placement, of a router that gives places",
+            field="placement",
+        )
+    return None
 
 
 def _check_rendezvous(request: pb.JoinRequest) -> None:

@@ -14,6 +14,7 @@ No tokens wait for draft-extend: a GPU is given it behind their copy; where the 
 deferred until the answer is out.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -26,10 +27,12 @@ import torch
 from executor.batch.columns import Int64Array
 from executor.batch.forward_batch import ForwardBatch, ForwardMode
 from executor.batch.kv_pool import KVPool
+from executor.batch.placement import Loaded, Placement
 from executor.batch.read_step import RowProgress, StepColumns, StepLimits, read_step
 from executor.batch.staging import Copier, ReadBack, Staged, StepStager, to_device
 from executor.errors import JoinFailed, PeerLost
 from executor.metrics import Measures, StepTimes
+from executor.model.decoder.expert_loader import ElasticExperts
 from executor.model.sampling.constraints import HostDrafts
 from executor.model.sampling.logits import cut_scores, score
 from executor.model.sampling.sampler import Sampler
@@ -124,7 +127,8 @@ class Worker:
         speculation: The draft model's part; None without one.
         members: What talks to the other executors. It joins in this order, and leaves here.
         form_group: Forms the groups of an epoch; raises RuntimeError if a member does not come. None
-            for a world of one.
+            if it never has peers.
+        experts: Its place and its experts, if it is elastic; None: it stands where it was started.
         device: Where the model runs.
         copier: How columns get there; the device's own way if None. Where memory is shared, it is
             the host that computes.
@@ -141,6 +145,7 @@ class Worker:
         speculation: Speculation | None = None,
         members: Sequence[GroupMember],
         form_group: FormGroup[EpochGroups] | None,
+        experts: ElasticExperts | None = None,
         device: torch.device,
         copier: Copier | None = None,
         measures: Measures | None = None,
@@ -152,6 +157,7 @@ class Worker:
         self._speculation = speculation
         self._members = members
         self._form_group = form_group
+        self.experts = experts
         self._groups: EpochGroups | None = None
         self._device = device
         self._copier = copier or Copier(device)
@@ -164,6 +170,8 @@ class Worker:
     @property
     def has_peers(self) -> bool:
         """Whether a step takes other executors, which would wait for this one."""
+        if self.experts is not None:
+            return self._limits.topology.world_size > 1
         return self._form_group is not None
 
     @property
@@ -266,17 +274,25 @@ class Worker:
         self._measures.end_phase("draft")
 
     @torch.inference_mode()
-    def join(self, epoch: int, store_address: str, attempt: JoinAttempt | None = None) -> None:
+    def join(
+        self,
+        epoch: int,
+        store_address: str,
+        attempt: JoinAttempt | None = None,
+        placement: Placement | None = None,
+    ) -> Loaded:
         """Leaves any older group, forgets all rows, joins the group of an epoch and captures.
 
-        Returns when every member has joined and this one can step.
+        Returns when every member has joined and this one can step: what it had to load.
 
         Args:
             epoch: The group's.
             store_address: Where its members find one another, host:port.
             attempt: What another thread calls off, and then `leave`; None: nobody does.
+            placement: Where an elastic executor stands from now on.
 
         Raises:
+            LoadFailed: Its experts cannot be read. It is in no group.
             JoinFailed: Another member did not come in time, graphs were not captured, or the
                 attempt was called off. This one is in no group.
         """
@@ -284,8 +300,11 @@ class Worker:
         self.leave()
         self._before = self._deferred = None
         self._rows.reset()
+        if placement is not None:
+            assert self.experts is not None, "else the placement was refused"
+            self.experts.take(placement)
         groups: EpochGroups | None = None
-        if self._form_group is not None:
+        if self._form_group is not None and self.has_peers:
             groups = self._groups = attempt.form(self._form_group, store_address)
         problem = "its group cannot be used"
         try:
@@ -293,12 +312,20 @@ class Worker:
             if groups is not None:
                 for member in self._members:
                     member.join(groups)
+            loaded = Loaded()
+            if placement is not None and self.experts is not None:
+                begun_ns = time.perf_counter_ns()
+                num_bytes = self.experts.load(placement.slots, lambda _: attempt.check())
+                loaded = Loaded(num_bytes, time.perf_counter_ns() - begun_ns)
             problem = "graphs were not captured"
             self._runner.capture()
             attempt.check()
+            return loaded
         except Exception as error:
             self.leave()  # or the others would wait for this one in their next collective
             attempt.check()
+            if isinstance(error, JoinFailed):
+                raise
             raise JoinFailed(f"epoch {epoch}: {problem}: {error}") from error
 
     def leave(self) -> None:

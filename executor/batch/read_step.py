@@ -73,7 +73,7 @@ class StepLimits:
 
     def __post_init__(self) -> None:
         sizes = (self.topology.dp_size, self.topology.attn_tp_size)
-        if sizes != (self.budget.dp_size, self.budget.attn_tp_size):
+        if sizes[0] > self.budget.dp_size or sizes[1] != self.budget.attn_tp_size:
             raise ValueError(
                 f"the budget is for dp_size={self.budget.dp_size} and attn_tp_size="
                 f"{self.budget.attn_tp_size}, the executor's coordinates for {sizes[0]} and "

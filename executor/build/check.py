@@ -5,6 +5,7 @@ has sizes and no memory; no weight is read.
 """
 
 from collections.abc import Callable
+from contextlib import closing
 
 import torch
 
@@ -14,12 +15,14 @@ from executor.build.memory import kv_lines
 from executor.build.plan import Blueprint
 from executor.config import ExecutorConfig
 from executor.model.cpu_kernels.linear import PANEL
+from executor.model.decoder.expert_loader import check_experts
 from executor.model.decoder.kernels import kept_sizes
 from executor.model.decoder.sizes import kv_shape, windows_of
 from executor.model.drafts.draft import load_draft_model
 from executor.model.families import fill_model
 from executor.model.layers.linear import vocab_slice
 from executor.model.spec import MoeSpec
+from executor.model.weights import Loader
 from executor.model.weights.kept import DEQUANTISED, IN_INT8, Keeping
 from protos.executor.placement import GHOST
 
@@ -50,8 +53,10 @@ def _describe(blueprint: Blueprint, say: Callable[[str], None]) -> None:
     say(f"family                {model.architecture}")
     say(f"layers                {len(model.layers)}, {num_moe} of them with experts")
     if num_moe:
-        slots = config.topology.expert_slots(model.num_experts)
+        slots = config.capacity.slots_at_start(config.topology, model.num_experts)
         num_held = len(slots) - slots.count(GHOST)
+        if config.capacity.is_elastic:
+            num_held = len(slots)
         say(
             f"experts               {num_held} of {model.num_experts} in {len(slots)} slots, each shared by "
             f"{config.topology.moe_tp_size} executors"
@@ -87,6 +92,9 @@ def _check_tensors(blueprint: Blueprint, say: Callable[[str], None]) -> None:
     if not of_windows and windows_of(blueprint.model):
         say("KV of windows         not apart: all layers have one, and every block is kept")
     fill_model(config.model, blueprint.model, model)
+    if config.capacity.is_elastic:
+        with closing(Loader(config.model, blueprint.model.quantization)) as loader:
+            check_experts(model, loader, blueprint.model.num_experts)
     if blueprint.model.quantization is not None and keeping == DEQUANTISED:
         _describe_kept(blueprint, blueprint.model.quantization.title, say)
     if config.draft_model is not None and draft_config is not None:

@@ -14,7 +14,9 @@ from executor.budget.report import BudgetLine
 from executor.budget.speculation import SpeculationPlan
 from executor.build.grammars import grammar_digest
 from executor.build.plan import Blueprint
+from executor.model.moe.experts import ExpertSlots
 from executor.model.weights.kept import DEQUANTISED, Keeping
+from executor.parallel.layout import Topology
 from protos.executor.v1 import executor_pb2 as pb
 
 
@@ -24,8 +26,10 @@ def describe(
     device: torch.device,
     lines: Iterable[BudgetLine],
     keeping: Keeping = DEQUANTISED,
+    *,
+    expert_slots: Iterable[ExpertSlots] = (),
 ) -> pb.DescribeResponse:
-    """Returns all but what changes while it runs: its instance, its KV and its epoch.
+    """Returns all but what changes while it runs: its instance, its KV, its epoch, an elastic one's place.
 
     Args:
         blueprint: How it was built.
@@ -33,6 +37,7 @@ def describe(
         device: Where it runs.
         lines: What it has sized.
         keeping: What of the model stays quantised.
+        expert_slots: Of all layers with experts.
     """
     config, model_config = blueprint.config, blueprint.model
     budget, graph_sizes = limits.budget, limits.graph_sizes
@@ -44,16 +49,24 @@ def describe(
         eos_token_ids=model_config.eos_token_ids,
         block_size=config.block_size,
         takes_grammars=limits.takes_grammars,
+        num_experts=model_config.num_experts,
+        bytes_per_expert=sum(layer.bytes_per_slot for layer in expert_slots),
     )
+    capacity = config.capacity
+    capability = None
+    if capacity.min_dp_size is not None:
+        capability = pb.Capability(
+            min_dp_size=capacity.min_dp_size,
+            max_dp_size=capacity.max_dp_size,
+            max_expert_slots=capacity.num_expert_slots(model_config.num_experts),
+        )
     return pb.DescribeResponse(
         coordinates=pb.Coordinates(
-            dp_rank=config.topology.dp_rank,
-            dp_size=config.dp_size,
-            attn_tp_rank=config.attn_tp_rank,
-            attn_tp_size=config.attn_tp_size,
-            ep_rank=config.topology.ep_rank,
-            ep_size=config.topology.num_expert_parts,
-        ),
+            attn_tp_rank=config.attn_tp_rank, attn_tp_size=config.attn_tp_size
+        )
+        if capacity.is_elastic
+        else coordinates_of(config.topology),
+        capability=capability,
         model=model,
         num_kv_blocks=limits.num_kv_blocks,
         kv_window=limits.kv_window,
@@ -71,6 +84,17 @@ def describe(
         ),
         agreement=_agreement(blueprint, model.fingerprint, device, keeping),
         speculation=_speculation(blueprint.speculation),
+    )
+
+
+def coordinates_of(topology: Topology) -> pb.Coordinates:
+    return pb.Coordinates(
+        dp_rank=topology.dp_rank,
+        dp_size=topology.dp_size,
+        attn_tp_rank=topology.attn_tp_rank,
+        attn_tp_size=topology.attn_tp_size,
+        ep_rank=topology.ep_rank,
+        ep_size=topology.num_expert_parts,
     )
 
 

@@ -146,7 +146,7 @@ def open_device(config: ExecutorConfig, dtype: torch.dtype) -> Device:
         if config.device != "auto":
             raise ValueError(f"device={config.device}: {problem}; or set device=cpu")
         log.info("runs_on_cpu", reason=problem)
-    kernels = library.load() if dtype is torch.bfloat16 and config.world_size == 1 else None
+    kernels = library.load() if dtype is torch.bfloat16 and config.is_alone else None
     return Cpu(None if kernels is None else partial(CpuGraph, kernels, GraphMemory()))
 
 
@@ -231,7 +231,13 @@ class Cuda(Device):
     def __init__(self, config: ExecutorConfig) -> None:
         number = _cuda_number(config.device)
         if number is None:
-            number = config.topology.world_rank % torch.cuda.device_count()
+            count = torch.cuda.device_count()
+            if count > 1 and config.capacity.is_elastic:
+                raise ValueError(
+                    f"device={config.device}: an elastic executor has no turn among the {count} GPUs of "
+                    f"its machine; set device to one of cuda:0 to cuda:{count - 1}"
+                )
+            number = config.topology.world_rank % count
         self.torch_device = torch.device("cuda", number)
         torch.cuda.set_device(self.torch_device)  # NCCL and FlashInfer launch on the current one
         self._config = config

@@ -27,6 +27,7 @@ from executor.build.runners import build_runners
 from executor.config import ExecutorConfig
 from executor.graph.input_buffers import fresh_input_buffer_pool
 from executor.metrics import Measures
+from executor.model.decoder.expert_loader import ElasticExperts
 from executor.model.decoder.kernels import Kernels, Peers
 from executor.model.decoder.sizes import attention_of, attention_share
 from executor.model.drafts.draft import DraftModel, load_draft_model
@@ -36,10 +37,11 @@ from executor.model.moe.dispatch import new_dispatcher, require_capturable
 from executor.model.moe.layer import Dispatcher, DispatchSetup
 from executor.model.sampling.constraints import Constraints
 from executor.model.sampling.sampler import Sampler
+from executor.model.weights import Loader
 from executor.model.weights.kept import Keeping
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.epochs import FormGroup
-from executor.parallel.expert_places import ExpertPlaces
+from executor.parallel.expert_places import ExpertPlaces, places_at_start
 from executor.parallel.layout import Place, require_mlp_tp_gather
 from executor.parallel.process_groups import EpochGroups, join_group
 from executor.runners.forward_pass import ForwardPass
@@ -77,19 +79,17 @@ def build_worker(
     device = open_device(config, blueprint.dtype)
     lines = _logged(budget_table(blueprint.budget))
     place = Place(config.topology)
-    communicator, attn_tp_communicator = _communicators(blueprint, device, place)
-    dispatcher = _dispatcher(blueprint, communicator, device)
+    peers, places = _peers(blueprint, device, place)
+    dispatcher = peers.dispatcher
     lines += _logged(dispatcher.lines())
-    peers = Peers(
-        communicator=communicator,
-        attn_tp=attn_tp_communicator,
-        dispatcher=dispatcher,
-        moe_dense_tp_size=config.moe_dense_tp_size,
-    )
     model, draft, kernels, keeping = _models(blueprint, device, peers)
+    expert_slots = [*model.expert_slots, *(() if draft is None else draft.expert_slots)]
+    experts = None
+    if config.capacity.is_elastic:
+        experts = _elastic_experts(blueprint, place, places, model, draft)
     kv_pool = new_kv_pool(blueprint, device.torch_device)
     forward_pass = _forward_pass(blueprint, device, model, kv_pool, place)
-    agree = attn_tp_communicator.agree if config.attn_tp_size > 1 else None
+    agree = peers.attn_tp.agree if config.attn_tp_size > 1 else None
     tokenizer = load_tokenizer(config.model, blueprint.model)
     sampler = _sampler(blueprint, device, agree, tokenizer)
     runner, drafts = _runners(blueprint, device, forward_pass, draft, sampler, agree)
@@ -98,7 +98,7 @@ def build_worker(
             blueprint,
             dispatcher=dispatcher,
             kernels=kernels,
-            expert_slots=[*model.expert_slots, *(() if draft is None else draft.expert_slots)],
+            expert_slots=expert_slots,
             sampler=sampler,
             runner=runner,
             forward_pass=forward_pass,
@@ -108,7 +108,7 @@ def build_worker(
     later = _logged(later_lines(blueprint, device.torch_device, dispatcher, kernels))
     lines += later + _logged(device.attention_lines())
     kv_pool.allocate(num_kv_blocks(blueprint, kv_pool, dispatcher, later))
-    if config.world_size == 1:  # else at the first Join: captured passes make collective calls
+    if config.is_alone:  # else at the first Join: captured passes make collective calls
         with torch.inference_mode():
             runner.capture()
     limits = _step_limits(blueprint, kv_pool, place, takes_grammars=tokenizer is not None)
@@ -118,15 +118,30 @@ def build_worker(
         sampler=sampler,
         runner=runner,
         speculation=None if drafts is None else drafts.speculation,
-        members=[*device.members, communicator, attn_tp_communicator, dispatcher],
-        form_group=_form_group(config, device.torch_device, place)
-        if config.world_size > 1
-        else None,
+        members=[*device.members, peers.communicator, peers.attn_tp, dispatcher],
+        form_group=None if config.is_alone else _form_group(config, device.torch_device, place),
+        experts=experts,
         device=device.torch_device,
         measures=measures,
     )
     _log_loaded(blueprint, device, kv_pool)
-    return worker, describe(blueprint, limits, device.torch_device, lines, keeping)
+    return worker, describe(
+        blueprint, limits, device.torch_device, lines, keeping, expert_slots=expert_slots
+    )
+
+
+def _peers(blueprint: Blueprint, device: Device, place: Place) -> tuple[Peers, ExpertPlaces]:
+    """Returns the ways to other executors, and where these have their experts."""
+    config, num_experts = blueprint.config, blueprint.model.num_experts
+    communicator, attn_tp = _communicators(blueprint, device, place)
+    places = places_at_start(config.topology, config.capacity, num_experts, device.torch_device)
+    peers = Peers(
+        communicator=communicator,
+        attn_tp=attn_tp,
+        dispatcher=_dispatcher(blueprint, communicator, device, places),
+        moe_dense_tp_size=config.moe_dense_tp_size,
+    )
+    return peers, places
 
 
 def _models(
@@ -158,6 +173,28 @@ def _models(
         on_progress=_log_progress(),
     )
     return model, draft, kernels, keeping
+
+
+def _elastic_experts(
+    blueprint: Blueprint,
+    place: Place,
+    places: ExpertPlaces,
+    model: Model,
+    draft: DraftModel | None,
+) -> ElasticExperts:
+    """Returns the experts that an elastic executor will load, once the checkpoints are seen to have them.
+
+    Raises:
+        CheckpointError: One of them is missing, or does not fit.
+    """
+    config = blueprint.config
+    target = Loader(config.model, blueprint.model.quantization)
+    models: list[tuple[Model | DraftModel, Loader]] = [(model, target)]
+    if draft is not None and config.draft_model is not None and blueprint.draft is not None:
+        models.append((draft, Loader(config.draft_model, blueprint.draft.layers.quantization)))
+    experts = ElasticExperts(config.capacity, place, places, models, places.slot_of_expert.device)
+    experts.check()
+    return experts
 
 
 def _logged(lines: tuple[BudgetLine, ...]) -> tuple[BudgetLine, ...]:
@@ -301,13 +338,15 @@ def _communicators(
     return communicator, attn_tp_communicator
 
 
-def _dispatcher(blueprint: Blueprint, communicator: DpCommunicator, device: Device) -> Dispatcher:
+def _dispatcher(
+    blueprint: Blueprint, communicator: DpCommunicator, device: Device, places: ExpertPlaces
+) -> Dispatcher:
     """Returns what takes rows to their experts."""
     config, graph_sizes = blueprint.config, blueprint.graph_sizes
     setup = DispatchSetup(
         communicator=communicator,
         budget=blueprint.budget,
-        places=ExpertPlaces.of(config.topology, blueprint.model.num_experts, device.torch_device),
+        places=places,
         dtype=blueprint.dtype,
         device=device.torch_device,
         ops=device.ops,

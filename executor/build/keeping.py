@@ -179,7 +179,7 @@ def _peers(blueprint: Blueprint) -> Peers:
             place=Place(topology), max_tokens_per_rank=0, hidden_size=0, dtype=torch.float32
         ),
         AttnTpCommunicator(
-            capacity=topology.capacity,
+            capacity=blueprint.config.capacity,
             max_shard_tokens_per_rank=0,
             hidden_size=0,
             dtype=torch.float32,

@@ -127,9 +127,14 @@ def held_lines(
 def _slot_lines(blueprint: Blueprint, num_bytes: int) -> tuple[BudgetLine, ...]:
     if not blueprint.model.num_experts:
         return ()
-    slots = blueprint.config.topology.expert_slots(blueprint.model.num_experts)
-    bound = f"num_experts={blueprint.model.num_experts} / ep_size={blueprint.budget.ep_size}"
-    if ghosts := slots.count(GHOST):
+    num_experts, config = blueprint.model.num_experts, blueprint.config
+    slots = config.capacity.slots_at_start(config.topology, num_experts)
+    bound = f"num_experts={num_experts} / ep_size={blueprint.budget.ep_size}"
+    if config.capacity.is_elastic:
+        bound = (
+            f"num_experts={num_experts} / executors with min_dp_size={config.capacity.min_dp_size}"
+        )
+    elif ghosts := slots.count(GHOST):
         bound += f"; of each layer {ghosts} without an expert"
     return (BudgetLine("expert slots of all layers", bound, len(slots), num_bytes),)
 
@@ -166,7 +171,7 @@ def recorded_lines(blueprint: Blueprint, kernels: list[Kernels]) -> tuple[Budget
     That is some rows of each width at once, and logits; as much again for sizes of less than half.
     """
     config, plan, sizes = blueprint.config, blueprint.speculation, blueprint.graph_sizes.decode
-    if not sizes or config.world_size > 1 or kernels[0].library is None:
+    if not sizes or not config.is_alone or kernels[0].library is None:
         return ()
     widths = [blueprint.model.hidden_size]
     for layer in blueprint.model.layers:

@@ -133,6 +133,11 @@ def check_model_fits(config: ExecutorConfig, model: ModelSpec) -> None:
             )
     elif config.moe_a2a != "none":
         raise ValueError(f"moe_a2a={config.moe_a2a}: the model has no experts; set moe_a2a=none")
+    if splits_dense(config, model) and config.capacity.is_elastic:
+        raise ValueError(
+            f"moe_dense_tp_size is not set, but an elastic executor (max_dp_size={config.max_dp_size}) "
+            f"holds no share of dense MLPs that follows from its place: set moe_dense_tp_size=1"
+        )
     uneven = [width for width in model.dense_widths if width % world_size]
     if splits_dense(config, model) and uneven:
         raise ValueError(
@@ -256,7 +261,7 @@ def plan_budget(
         draft_lookahead=0 if speculation is None else speculation.kv_lookahead,
         decode_graph_size=max(graph_sizes.decode, default=0),
         extend_graph_size=max(graph_sizes.extend, default=0),
-        dp_size=config.dp_size,
+        dp_size=config.topology.dp_size,
         attn_tp_size=config.attn_tp_size,
         ep_size=config.topology.num_expert_parts,
         hidden_size=model.hidden_size,

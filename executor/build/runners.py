@@ -82,6 +82,7 @@ def build_runners(
         verify=verify,
         draft_runners=draft_runners,
         binds_group=binds_group,
+        place=forward_pass.place,
     )
 
 

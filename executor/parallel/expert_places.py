@@ -12,7 +12,7 @@ Dispatchers read them by expert id, at addresses that stay, so that graphs find 
 
 import torch
 
-from executor.parallel.layout import Topology
+from executor.parallel.layout import Capacity, Topology
 from protos.executor.placement import GHOST, SlotMap
 
 
@@ -85,6 +85,16 @@ class ExpertPlaces:
     ) -> "ExpertPlaces":
         """Returns the places in a group whose executors have held their share from the start."""
         return cls(topology.slot_map(num_experts), topology.ep_rank, device)
+
+
+def places_at_start(
+    topology: Topology, capacity: Capacity, num_experts: int, device: torch.device | str = "cpu"
+) -> ExpertPlaces:
+    """Returns the places before any Join; of an elastic executor no expert has one."""
+    if not capacity.is_elastic:
+        return ExpertPlaces.of(topology, num_experts, device)
+    slot_map = (capacity.slots_at_start(topology, num_experts),) * topology.world_size
+    return ExpertPlaces(slot_map, topology.ep_rank, device, num_experts=num_experts)
 
 
 def look_up(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ from enum import Enum, auto
 from functools import cached_property
 from itertools import accumulate
 
-from protos.executor.placement import SlotMap, place_evenly
+from protos.executor.placement import GHOST, SlotMap, num_slots_for, place_evenly
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,16 +39,40 @@ class Capacity:
         attn_tp_rank: Its share of a DP rank's heads, from 0 to ``attn_tp_size - 1``.
         attn_tp_size: Executors that share one DP rank's attention.
         max_dp_size: Data-parallel ranks of the largest group.
+        min_dp_size: Of the smallest group that it can be placed in; None: it stands where its settings
+            say, and is not elastic.
     """
 
     attn_tp_rank: int = 0
     attn_tp_size: int = 1
     max_dp_size: int = 1
+    min_dp_size: int | None = None
 
     @property
     def max_world_size(self) -> int:
         """Executors of the largest group."""
         return self.max_dp_size * self.attn_tp_size
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether each Join says where it stands."""
+        return self.min_dp_size is not None
+
+    def num_expert_slots(self, num_experts: int) -> int:
+        """Returns the slots that it has if it is elastic: the smallest group holds all experts."""
+        assert self.min_dp_size is not None, "slots follow from its place"
+        return num_slots_for(num_experts, self.min_dp_size * self.attn_tp_size)
+
+    def slots_at_start(self, topology: "Topology", num_experts: int) -> tuple[int, ...]:
+        """Returns the experts in its slots before any Join, GHOST where there is none.
+
+        Args:
+            topology: Where its settings say that it stands.
+            num_experts: E.
+        """
+        if self.is_elastic:
+            return (GHOST,) * self.num_expert_slots(num_experts)
+        return topology.expert_slots(num_experts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

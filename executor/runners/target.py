@@ -29,6 +29,7 @@ from executor.batch.forward_batch import ForwardBatch, ForwardMode
 from executor.graph.backend import RunnerBackend, Work
 from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry
 from executor.model.layers.attention import AttentionCall, Stages
+from executor.parallel.layout import Place, Topology
 from executor.runners import Capturable, GraphRunner, Runner
 from executor.runners.dummy_batches import dummy_decode, dummy_extend
 from executor.runners.forward_pass import ForwardPass, RunnerGraphs, fill
@@ -46,6 +47,7 @@ class RunnerSelection:
             last.
         binds_group: Whether what is captured holds on to the process group, and must be captured
             anew for another one.
+        place: Where this executor stands; what is captured is for that.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class RunnerSelection:
         verify: GraphRunner | None = None,
         draft_runners: Sequence[Capturable] = (),
         binds_group: bool = True,
+        place: Place | None = None,
     ) -> None:
         self._eager = eager
         self._decode = decode
@@ -64,7 +67,8 @@ class RunnerSelection:
         self._verify = verify
         self._draft_runners = tuple(draft_runners)
         self._binds_group = binds_group
-        self._is_captured = False
+        self._place = place or Place()
+        self._captured_for: Topology | None = None
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
         """Returns float32 logits [L, V] of ``batch.logits_indices``."""
@@ -78,14 +82,14 @@ class RunnerSelection:
         return self._verify.run(batch)
 
     def capture(self) -> None:
-        """Captures all graphs, prefill before decode before drafts, once per process group.
+        """Captures all graphs, prefill before decode before drafts, once per process group or place.
 
         All ranks must call it, at the same time: a captured pass makes collective calls.
 
         Raises:
             CaptureError: A size cannot be captured.
         """
-        if self._is_captured and not self._binds_group:
+        if self._captured_for == self._place.topology and not self._binds_group:
             return
         target = (self._prefill, self._decode, self._verify)
         runners: list[Capturable] = [runner for runner in target if runner is not None]
@@ -94,7 +98,7 @@ class RunnerSelection:
             runner.discard()
         for runner in runners:
             runner.capture()
-        self._is_captured = True
+        self._captured_for = self._place.topology
 
     def _choose(self, batch: ForwardBatch) -> Runner:
         if batch.layout.graph_size is None:

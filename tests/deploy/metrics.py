@@ -40,7 +40,7 @@ def _families_of_a_router() -> list[Family]:
 
 
 def executor_families() -> list[Family]:
-    numbers = executor_metrics.Numbers(executor_metrics.Measures(), 0, 0, 0, None, {})
+    numbers = executor_metrics.Numbers(executor_metrics.Measures(), 0, 0, 0, 0, None, {})
     return list(executor_metrics.collector(lambda: numbers)())
 
 

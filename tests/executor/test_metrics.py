@@ -112,7 +112,7 @@ def test_what_prometheus_gets_is_what_was_counted(monkeypatch: pytest.MonkeyPatc
     measures.end_phase("fill")
     measures.end_step(measures.launched(), "decode", num_tokens=3, num_rows=4, is_replay=True)
     measures.failures["STEP_FAILED"] += 2
-    series = series_of(measures, 2, 1, 64, 7, {"allocated": 5})
+    series = series_of(measures, 2, 1, 64, 3, 7, {"allocated": 5})
     assert series["lockstep_executor_info"] == {("2", "1"): 1.0}
     for edge, seconds in (("begin", 17), ("expiry", 23)):
         name = f"lockstep_executor_certificate_{edge}_timestamp_seconds"
@@ -131,6 +131,6 @@ def test_what_prometheus_gets_is_what_was_counted(monkeypatch: pytest.MonkeyPatc
     assert isinstance(histogram, Histogram)
     assert sum(histogram.counts) == 1
 
-    in_no_epoch = series_of(Measures(), 0, 0, 0, None, {})
+    in_no_epoch = series_of(Measures(), 0, 0, 0, 0, None, {})
     assert in_no_epoch["lockstep_executor_epoch"] == {(): 0}
     assert in_no_epoch["lockstep_executor_ready"] == {(): 0.0}

@@ -20,8 +20,8 @@ from executor.batch.forward_batch import ForwardBatch
 from executor.model.decoder.kernels import Kernels, Peers
 from executor.model.decoder.layer import (
     DecoderLayer,
-    SparseBlock,
     expert_slots_of,
+    missing_groups,
     names_left_to_others,
 )
 from executor.model.layers.attention import LayerOptions, Stages
@@ -105,7 +105,7 @@ class Decoder:
         self._left_to_others = {
             _name(tensors(name))
             for layer_id, layer in enumerate(spec.layers)
-            for name in names_left_to_others(layer, f"model.layers.{layer_id}.", peers.topology)
+            for name in names_left_to_others(layer, f"model.layers.{layer_id}.", peers)
         }
         self.norm = RMSNorm(hidden, spec.norm_eps, kernels.operators, dtype=dtype, device=device)
         self.lm_head = LMHead(
@@ -198,13 +198,8 @@ class Decoder:
         Args:
             slots: The expert wanted in each, or GHOST, where anything may be.
         """
-        blocks = ((i, layer.mlp) for i, layer in enumerate(self.layers))
-        return self._as_stored(
-            group
-            for i, block in blocks
-            if isinstance(block, SparseBlock)
-            for group in block.experts.missing_groups(f"model.layers.{i}.mlp.experts.", slots)
-        )
+        layers = ((f"model.layers.{i}.", layer) for i, layer in enumerate(self.layers))
+        return self._as_stored(missing_groups(layers, slots))
 
     def _as_stored(self, groups: Iterable[WeightGroup]) -> list[WeightGroup]:
         return [

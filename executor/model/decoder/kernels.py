@@ -50,7 +50,7 @@ from executor.model.spec import ModelSpec, MoeSpec
 from executor.model.triton.operators import TritonOps
 from executor.model.weights.kept import DEQUANTISED, Keeping, KeptWeight
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
-from executor.parallel.expert_places import ExpertPlaces
+from executor.parallel.expert_places import places_at_start
 from executor.parallel.layout import Capacity, Topology
 
 GpuRunner = type[GroupedMMRunner] | type[CutlassMoERunner] | type[CuteDslMoERunner]
@@ -64,8 +64,7 @@ class Kernels:
 
     Attributes:
         operators: Norms, rotation and activation.
-        new_experts: Makes an executor's share of one layer's experts, given these and its place in
-            the group.
+        new_experts: Makes an executor's share of one layer's experts.
         library: The CPU's kernels, which products and routers call; None for PyTorch's.
         scratch: Memory that the experts of all layers share; None where their kernels need none.
         scratch_bytes: What the CPU's kernel for experts keeps besides, once it has run.
@@ -76,7 +75,7 @@ class Kernels:
     """
 
     operators: Operators
-    new_experts: Callable[[MoeSpec, Topology], ExpertSlots]
+    new_experts: Callable[[MoeSpec, ExpertShare], ExpertSlots]
     library: Library | None = None
     scratch: ExpertScratch | None = None
     scratch_bytes: int = 0
@@ -135,9 +134,9 @@ def cpu_kernels(
         _LOG.warning("no_cpu_kernel_for_experts", problem=problem, running="PyTorch's")
     return Kernels(
         operators=operators,
-        new_experts=lambda moe, topology: ExpertSlots(
+        new_experts=lambda moe, share: ExpertSlots(
             moe,
-            ExpertShare.of(topology, moe),
+            share,
             spec.hidden_size,
             kind,
             tool,
@@ -206,9 +205,9 @@ def stacked_kernels(
         scratch = new_scratch(ops, max_num_rows=max_moe_rows, top_k=spec.top_k)
     return Kernels(
         operators=operators,
-        new_experts=lambda moe, topology: ExpertSlots(
+        new_experts=lambda moe, share: ExpertSlots(
             moe,
-            ExpertShare.of(topology, moe),
+            share,
             spec.hidden_size,
             kind,
             scratch or operators.silu_and_mul,
@@ -231,9 +230,9 @@ def kept_sizes(spec: ModelSpec, keeping: Keeping, *, dtype: torch.dtype) -> Kern
     if keeping.experts is not None:
         kernels = replace(
             kernels,
-            new_experts=lambda moe, topology: ExpertSlots(
+            new_experts=lambda moe, share: ExpertSlots(
                 moe,
-                ExpertShare.of(topology, moe),
+                share,
                 spec.hidden_size,
                 lambda w13, w2, tool, activation, biases: NoRunner(w13, w2, biases),
                 None,
@@ -306,10 +305,11 @@ class Peers:
     ) -> "Peers":
         """Returns peers among which rows are gathered for experts; none by default."""
         communicator = communicator or DpCommunicator.single()
-        places = ExpertPlaces.of(communicator.topology, num_experts)
+        attn_tp = attn_tp or AttnTpCommunicator.single()
+        places = places_at_start(communicator.topology, attn_tp.capacity, num_experts)
         return cls(
             communicator=communicator,
-            attn_tp=attn_tp or AttnTpCommunicator.single(),
+            attn_tp=attn_tp,
             dispatcher=AllGatherDispatcher(communicator, places),
             **dense,
         )
@@ -323,6 +323,10 @@ class Peers:
     def topology(self) -> Topology:
         """This executor's place: its share of experts, and of dense MLPs that are split."""
         return self.communicator.topology
+
+    def expert_share(self, spec: MoeSpec) -> ExpertShare:
+        """Returns what this executor holds of a layer's experts before any Join."""
+        return ExpertShare.of(self.topology, spec, self.capacity)
 
     @property
     def splits_dense(self) -> bool:

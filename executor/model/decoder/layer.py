@@ -16,14 +16,14 @@ from executor.model.decoder.latent import LatentAttention
 from executor.model.decoder.sizes import attention_share
 from executor.model.layers.attention import AttentionCall, LayerOptions
 from executor.model.layers.operators import RMSNorm
-from executor.model.moe.experts import ExpertShare, ExpertSlots
+from executor.model.moe.experts import ExpertSlots
 from executor.model.moe.layer import MoELayer
 from executor.model.moe.routing import Router
 from executor.model.moe.shared import SharedExpert
 from executor.model.spec import GqaSpec, LayerSpec, MlaSpec, MlpSpec, ModelSpec, MoeSpec, QkNorm
 from executor.model.triton.operators import HeadTurn
 from executor.model.weights import Part, Source, Target, Weight, WeightGroup
-from executor.parallel.layout import DpLayout, Topology, share_of
+from executor.parallel.layout import DpLayout, share_of
 
 
 class GroupedQueryAttention:
@@ -257,7 +257,7 @@ class SparseBlock:
             dtype=dtype,
             device=device,
         )
-        self.experts = kernels.new_experts(spec, peers.topology)
+        self.experts = kernels.new_experts(spec, peers.expert_share(spec))
         self.shared: SharedExpert | None = None
         if spec.shared is not None:
             self.shared = SharedExpert(
@@ -390,21 +390,35 @@ def expert_slots_of(layers: Iterable[DecoderLayer]) -> list[ExpertSlots]:
     return [layer.mlp.experts for layer in layers if isinstance(layer.mlp, SparseBlock)]
 
 
-def names_left_to_others(layer: LayerSpec, prefix: str, topology: Topology) -> Iterator[str]:
+def missing_groups(
+    layers: Iterable[tuple[str, DecoderLayer]], slots: Sequence[int]
+) -> Iterator[WeightGroup]:
+    """Yields what the checkpoint must hold of experts that are not in their slots yet, of all layers.
+
+    Args:
+        layers: Each with the prefix of its tensors' names.
+        slots: The expert wanted in each, or GHOST, where anything may be.
+    """
+    for prefix, layer in layers:
+        if isinstance(layer.mlp, SparseBlock):
+            yield from layer.mlp.experts.missing_groups(f"{prefix}mlp.experts.", slots)
+
+
+def names_left_to_others(layer: LayerSpec, prefix: str, peers: Peers) -> Iterator[str]:
     """Yields the tensors of a layer that are only for other executors, so that they stay unread.
 
     Args:
         layer: Its description.
         prefix: Of their names, with a dot at its end.
-        topology: This executor's place.
+        peers: This executor's place.
     """
     attention = layer.attention
     has_o_bias = attention.bias if isinstance(attention, MlaSpec) else attention.o_bias
-    if has_o_bias and topology.attn_tp_rank:
+    if has_o_bias and peers.capacity.attn_tp_rank:
         yield f"{prefix}self_attn.o_proj.bias"
     if not isinstance(moe := layer.feed_forward, MoeSpec):
         return
-    share = ExpertShare.of(topology, moe)
+    share = peers.expert_share(moe)
     for expert in range(moe.num_experts):
         stem, is_here = f"{prefix}mlp.experts.{expert}.", expert in share.slots
         if not is_here:

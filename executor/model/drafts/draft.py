@@ -94,6 +94,10 @@ class DraftModel(Protocol):
         """Returns what the checkpoint must hold, in the order to load it."""
         ...
 
+    def missing_groups(self, slots: Sequence[int]) -> list[WeightGroup]:
+        """Returns the same of experts that are not in their slots yet, as a target's does."""
+        ...
+
     def skips(self, name: str) -> bool:
         """Whether a tensor of the checkpoint may be left unread."""
         ...
@@ -133,6 +137,9 @@ class DraftShare:
     @property
     def expert_slots(self) -> list[ExpertSlots]:
         return expert_slots_of(self.layers)
+
+    def missing_groups(self, slots: Sequence[int]) -> list[WeightGroup]:
+        return []  # a draft with experts has its own
 
     def _new_head(self) -> LMHead:
         return LMHead(

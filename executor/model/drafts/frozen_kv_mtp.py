@@ -8,13 +8,14 @@ sequence, all of it, and stores nothing. So queries are shaped, normalised and t
 target's; each layer has an MLP of its own.
 """
 
+from collections.abc import Sequence
 from itertools import chain
 
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.model.decoder.kernels import Kernels
-from executor.model.decoder.layer import DecoderLayer, names_left_to_others
+from executor.model.decoder.layer import DecoderLayer, missing_groups, names_left_to_others
 from executor.model.drafts.config import DraftConfig
 from executor.model.drafts.draft import DraftShare
 from executor.model.drafts.mtp import Combine
@@ -40,7 +41,7 @@ class FrozenKvMTPDraft(DraftShare):
         self._left_to_others = {
             name
             for i, layer in enumerate(layers.layers)
-            for name in names_left_to_others(layer, f"layers.{i}.", peers.topology)
+            for name in names_left_to_others(layer, f"layers.{i}.", peers)
         }
         self.norm = self._new_norm()
 
@@ -69,6 +70,10 @@ class FrozenKvMTPDraft(DraftShare):
         names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc")
         norm = WeightGroup({"norm.weight": self.norm.weight})
         return [self.combine.weight_group(*names), *layers, norm]
+
+    def missing_groups(self, slots: Sequence[int]) -> list[WeightGroup]:
+        layers = ((f"layers.{i}.", layer) for i, layer in enumerate(self.layers))
+        return [*missing_groups(layers, slots)]
 
     def skips(self, name: str) -> bool:
         """Whether a tensor may be left unread: another executor's."""

@@ -15,6 +15,7 @@ Source: DeepSeek-V3 report, section 2.2; SGLang, models/deepseek_nextn.py, model
 """
 
 import re
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 
@@ -22,7 +23,7 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.model.decoder.kernels import Kernels
-from executor.model.decoder.layer import DecoderLayer, names_left_to_others
+from executor.model.decoder.layer import DecoderLayer, missing_groups, names_left_to_others
 from executor.model.drafts.config import DraftConfig, DraftLayout
 from executor.model.drafts.draft import DraftShare
 from executor.model.families import Model
@@ -85,7 +86,7 @@ class MTPDraft(DraftShare):
         self._left_to_others = {
             name
             for k, layer in enumerate(layers.layers)
-            for name in names_left_to_others(layer, self._prefix(k), peers.topology)
+            for name in names_left_to_others(layer, self._prefix(k), peers)
         }
         num_shared = 1 if config.layout is DraftLayout.MTP else config.num_layers
         combines = [
@@ -130,6 +131,10 @@ class MTPDraft(DraftShare):
             groups.append(combine.weight_group(*names))
             groups.append(WeightGroup({f"{prefix}shared_head.norm.weight": norm_k.weight}))
         return [*groups, *decoders]
+
+    def missing_groups(self, slots: Sequence[int]) -> list[WeightGroup]:
+        layers = ((self._prefix(k), layer) for k, layer in enumerate(self.layers))
+        return [*missing_groups(layers, slots)]
 
     def skips(self, name: str) -> bool:
         """Whether a tensor may be left unread: another executor's, or the target's."""

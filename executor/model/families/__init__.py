@@ -99,6 +99,14 @@ class Model(Protocol):
         """Returns what the checkpoint must hold, in the order to load it."""
         ...
 
+    def missing_groups(self, slots: Sequence[int]) -> list[WeightGroup]:
+        """Returns the same of experts that are not in their slots yet, of all layers.
+
+        Args:
+            slots: The expert wanted in each, or GHOST, where anything may be.
+        """
+        ...
+
     def skips(self, name: str) -> bool:
         """Whether a tensor of the checkpoint may be left unread."""
         ...

@@ -14,7 +14,7 @@ import torch
 from executor.model.moe.layer import ExpertBiases, StackedMoERunner
 from executor.model.spec import ActivationSpec, MoeSpec
 from executor.model.weights import KeptAs, KeptWeight, Part, Target, Weight, WeightGroup
-from executor.parallel.layout import Topology, share_of
+from executor.parallel.layout import Capacity, Topology, share_of
 from protos.executor.placement import GHOST
 
 T = TypeVar("T")
@@ -39,12 +39,15 @@ class ExpertShare:
     intermediate_size: int
 
     @classmethod
-    def of(cls, topology: Topology, spec: MoeSpec) -> "ExpertShare":
+    def of(
+        cls, topology: Topology, spec: MoeSpec, capacity: Capacity | None = None
+    ) -> "ExpertShare":
         """Returns the share of one executor.
 
         Args:
             topology: Its place in the group.
             spec: Of the layer.
+            capacity: What it is built for; for such a place only if None.
 
         Raises:
             ValueError: Columns do not divide. Says which sizes there could be.
@@ -55,7 +58,8 @@ class ExpertShare:
             topology.moe_tp_rank,
             topology.moe_tp_size,
         )
-        return cls(topology.expert_slots(spec.num_experts), columns, spec.intermediate_size)
+        slots = (capacity or topology.capacity).slots_at_start(topology, spec.num_experts)
+        return cls(slots, columns, spec.intermediate_size)
 
     @property
     def adds_down_bias(self) -> bool:
@@ -154,6 +158,11 @@ class ExpertSlots:
             b13 = torch.zeros(count, 2 * size, dtype=dtype, device=device)
             self._biases = ExpertBiases(b13, b13.new_zeros(count, hidden))
         self.runner = kind(self._w13, self._w2, tool, spec.activation, self._biases)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """What a slot takes."""
+        return sum(tensor[0].nbytes for tensor in self.tensors)
 
     @property
     def tensors(self) -> list[torch.Tensor]:

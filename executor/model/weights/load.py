@@ -48,6 +48,14 @@ class Loader:
         """Closes the files."""
         self._stack.close()
 
+    def check(self, groups: Iterable[WeightGroup]) -> None:
+        """Checks that every group can be filled; reads no weight.
+
+        Raises:
+            CheckpointError: As of ``fill``.
+        """
+        _checked(self._found, groups, self._format, lambda name: True)
+
     def fill(
         self,
         groups: Sequence[WeightGroup] | deque[WeightGroup],

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import uvloop
 
+from executor.batch.placement import Loaded, Placement
 from executor.parallel.epochs import JoinAttempt
 from executor.server import ExecutorServicer
 from protos.executor.step_checksums import agreement_crc32, part_crc32
@@ -42,6 +43,7 @@ class SimulatedWorker:
     """The only member of its group. Its times are exact, whatever its threads' wake-ups are."""
 
     has_peers = has_deferred = False
+    experts = None
 
     def __init__(self, step_s: float, launch_s: float) -> None:
         self._step_s = step_s
@@ -73,8 +75,15 @@ class SimulatedWorker:
     def run_deferred(self) -> None:
         pass
 
-    def join(self, epoch: int, store_address: str, attempt: JoinAttempt) -> None:
+    def join(
+        self,
+        epoch: int,
+        store_address: str,
+        attempt: JoinAttempt,
+        placement: Placement | None = None,
+    ) -> Loaded:
         self.reset()
+        return Loaded()
 
     def leave(self) -> None:
         pass

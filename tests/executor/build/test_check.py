@@ -68,6 +68,10 @@ def test_an_executor_holds_what_the_check_said(model: Path) -> None:
     assert shared["experts"] == "4 of 8 in 4 slots, each shared by 1 executors"
     assert bytes_of(shared["KV per token"]) == bytes_of(alone["KV per token"]) // 2
     assert bytes_of(shared["weights"]) < bytes_of(alone["weights"])
+    fits, elastic = check_lines(model=model, max_dp_size=3, min_dp_size=1)
+    assert fits
+    assert elastic["experts"] == "8 of 8 in 8 slots, each shared by 1 executors"
+    assert bytes_of(elastic["weights"]) == bytes_of(alone["weights"])
 
 
 def test_int8_takes_a_byte_for_a_weight_and_leaves_the_rest_to_kv() -> None:

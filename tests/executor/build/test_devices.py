@@ -44,6 +44,13 @@ def test_a_gpu_that_is_not_there_is_refused_by_its_number(tiny_checkpoint: Path,
         opened(tiny_checkpoint, device="cuda:2")
 
 
+def test_an_elastic_executor_is_told_which_of_several_gpus_is_its_own(
+    tiny_checkpoint: Path, two_gpus: None
+):
+    with pytest.raises(ValueError, match=r"device=cuda: .* set device to one of cuda:0 to cuda:1"):
+        opened(tiny_checkpoint, device="cuda", max_dp_size=2)
+
+
 @pytest.mark.parametrize(
     ("device", "place", "number"),
     [

@@ -168,6 +168,13 @@ def test_dense_mlps_that_do_not_divide_can_be_held_whole(part_dense: Path):
     check_model_fits(config(part_dense, **settings, moe_dense_tp_size=1), model)
 
 
+def test_an_elastic_executor_holds_dense_mlps_whole(part_dense: Path):
+    model = read_spec(part_dense)
+    with pytest.raises(ValueError, match=r"an elastic executor \(max_dp_size=2\) holds no share"):
+        check_model_fits(config(part_dense, max_dp_size=2), model)
+    check_model_fits(config(part_dense, max_dp_size=2, moe_dense_tp_size=1), model)
+
+
 def test_an_all_to_all_without_experts_is_refused(tiny_checkpoint: Path, model: ModelSpec):
     mlp = LayerSpec(attention=model.layers[0].attention, feed_forward=MlpSpec(intermediate_size=64))
     dense = replace(model, layers=(mlp,))

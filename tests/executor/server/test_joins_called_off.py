@@ -14,6 +14,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
+from executor.batch.placement import Loaded
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from executor.errors import JoinFailed, PeerLost
@@ -125,9 +126,10 @@ async def test_a_join_that_is_called_off_as_it_succeeds_has_failed(
     worker, client = fake
     has_joined, may_return = threading.Event(), threading.Event()
 
-    def join(epoch: int, store_address: str, attempt: JoinAttempt) -> None:
+    def join(*of_epoch: Any) -> Loaded:
         has_joined.set()
         assert may_return.wait(TIMEOUT_S)
+        return Loaded()
 
     monkeypatch.setattr(worker, "join", join)
     waiting = asyncio.ensure_future(error_of(client.executor.Join(join_request(1))))

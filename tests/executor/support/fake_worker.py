@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from executor.batch.placement import Loaded, Placement
 from executor.parallel.epochs import JoinAttempt
 from protos.executor.v1 import executor_pb2 as pb
 
@@ -66,7 +67,15 @@ class FakeWorker:
             raise self.unread_failure
         return pb.StepResponse(epoch=pending.request.epoch, step_id=pending.request.step_id)
 
-    def join(self, epoch: int, store_address: str, attempt: JoinAttempt) -> None:
+    experts = None  # it is not elastic
+
+    def join(
+        self,
+        epoch: int,
+        store_address: str,
+        attempt: JoinAttempt,
+        placement: Placement | None = None,
+    ) -> Loaded:
         self.num_joins += 1
         self.num_unread_at_join = self.num_unread
         self.num_leaves = 0
@@ -74,6 +83,7 @@ class FakeWorker:
             attempt.form(self.form_group, "store.test:1")
         if self.failure is not None:
             raise self.failure
+        return Loaded()
 
     def leave(self) -> None:
         self.num_leaves += 1

@@ -14,6 +14,7 @@ import torch
 from executor.model.cpu_kernels import library
 from executor.model.cpu_kernels.linear import linear, pack
 from executor.model.decoder.kernels import cpu_kernels
+from executor.model.moe.experts import ExpertShare
 from executor.model.moe.runner_grouped import GroupedMMRunner
 from executor.parallel.layout import Topology
 from tests.executor.model.cpu_kernels.kernel_cases import num_threads, random_bf16
@@ -237,5 +238,6 @@ def test_experts_of_a_width_that_no_tile_takes_run_plainly_with_a_line_in_the_lo
     with structlog.testing.capture_logs() as lines:
         chosen = cpu_kernels(spec, dtype=spec.dtype)
     assert spec.moe is not None
-    assert isinstance(chosen.new_experts(spec.moe, Topology()).runner, GroupedMMRunner)
+    share = ExpertShare.of(Topology(), spec.moe)
+    assert isinstance(chosen.new_experts(spec.moe, share).runner, GroupedMMRunner)
     assert [line["event"] for line in lines] == ["no_cpu_kernel_for_experts"]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from executor.model.cpu_kernels.library import load
 from executor.model.decoder.kernels import Kernels, cpu_kernels, stacked_kernels
 from executor.model.flashinfer.operators import FlashInferOps
-from executor.model.moe.experts import ExpertSlots
+from executor.model.moe.experts import ExpertShare, ExpertSlots
 from executor.model.moe.layer import Dispatched, MoERunner
 from executor.model.spec import ClampedSwiGlu, ModelSpec, MoeSpec
 from executor.model.weights.targets import Cut
@@ -84,7 +84,8 @@ class Kind:
         self, model: ModelSpec, ops: FlashInferOps | None, topology: Topology, **spec: Any
     ) -> ExpertSlots:
         """Returns an executor's experts, not filled yet. ``spec`` are fields of their MoeSpec."""
-        return self.new_kernels(model, ops).new_experts(moe_spec(model, **spec), topology)
+        moe = moe_spec(model, **spec)
+        return self.new_kernels(model, ops).new_experts(moe, ExpertShare.of(topology, moe))
 
 
 KINDS = {

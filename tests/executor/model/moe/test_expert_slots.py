@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from executor.errors import CheckpointError
 from executor.model.decoder.kernels import Kernels, Peers, cpu_kernels
 from executor.model.families import load_model, read_spec
-from executor.model.moe.experts import ExpertSlots
+from executor.model.moe.experts import ExpertShare, ExpertSlots
 from executor.model.weights import Loader
 from executor.model.weights.checkpoint import Checkpoint, Stored
 from executor.model.weights.kept import DEQUANTISED, IN_INT8, Keeping
@@ -67,7 +67,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def new_slots(dtype: torch.dtype, keeping: Keeping, rank: int = 0) -> ExpertSlots:
     moe = spec(dtype).moe
     moe = type(moe)(**{f: getattr(moe, f) for f in moe.__slots__} | BIASED)
-    return kernels(dtype, keeping).new_experts(moe, Topology(dp_rank=rank, dp_size=3))
+    share = ExpertShare.of(Topology(dp_rank=rank, dp_size=3), moe)
+    return kernels(dtype, keeping).new_experts(moe, share)
 
 
 BIASED = {"activation": CLAMPED, "bias": True}

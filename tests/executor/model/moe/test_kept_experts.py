@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from executor.model.decoder import kernels
 from executor.model.decoder.kernels import cpu_kernels, stacked_kernels
 from executor.model.flashinfer.operators import FlashInferOps
-from executor.model.moe.experts import ExpertSlots
+from executor.model.moe.experts import ExpertShare, ExpertSlots
 from executor.model.moe.layer import Dispatched
 from executor.model.spec import ClampedSwiGlu, MoeSpec
 from executor.model.weights import Format, Source, WeightGroup, load_weights
@@ -111,8 +111,8 @@ def both(
         keeping=Keeping(experts=weight_format.kept_as),
     )
     plain = cpu_kernels(spec, dtype=torch.float32)
-    topology = topology or Topology()
-    kept_experts, plain_experts = (x.new_experts(moe, topology) for x in (kept, plain))
+    share = ExpertShare.of(topology or Topology(), moe)
+    kept_experts, plain_experts = (x.new_experts(moe, share) for x in (kept, plain))
     return load(kept_experts, folder, name), load(plain_experts, folder, name)
 
 

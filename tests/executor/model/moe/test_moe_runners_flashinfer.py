@@ -16,6 +16,7 @@ from executor.budget.token_budget import TokenBudget
 from executor.model.decoder.kernels import stacked_kernels
 from executor.model.flashinfer import cutedsl
 from executor.model.flashinfer.operators import FlashInferOps
+from executor.model.moe.experts import ExpertShare
 from executor.model.moe.layer import Dispatched
 from executor.model.moe.runner_cutedsl import CuteDslMoERunner, CuteDslSizing
 from executor.model.moe.runner_cutlass import CutlassMoERunner, CutlassWorkspace
@@ -113,7 +114,9 @@ def test_a_small_first_batch_does_not_size_the_wrapper(
         max_moe_rows=budget,
     )
     tensors = checkpoint(torch.bfloat16)
-    layers = [kernels.new_experts(moe_spec(config(torch.bfloat16)), Topology()) for _ in range(2)]
+    moe = moe_spec(config(torch.bfloat16))
+    share = ExpertShare.of(Topology(), moe)
+    layers = [kernels.new_experts(moe, share) for _ in range(2)]
     for layer in layers:
         fill(layer, tensors)
     assert library.names() == ["cutedsl.__init__"], "made with the model, and once for all layers"
