@@ -571,7 +571,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
                     raise StreamHeld("another stream drives this executor")
                 self._stream = stream
                 self._lease.note_steps(is_open=True)
-                stream.epoch = self._epoch if worker.has_peers else None
+                stream.epoch = self._epoch if _leaves(worker) else None
                 await self._answer(stream, requests, worker, context)
         finally:
             stream.is_over.set()
@@ -714,7 +714,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             worker.run_deferred()
             begun_ns = time.perf_counter_ns()
             self._check_order(request)
-            if worker.has_peers:
+            if _leaves(worker):
                 stream.epoch = request.epoch
             pending = worker.launch(request)
         except Exception as error:
@@ -776,7 +776,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         stream.has_ended = True
         if isinstance(error, StaleEpoch):  # a stray stream, which takes no part in this epoch
             stream.epoch = None
-        elif worker.has_peers:
+        elif _leaves(worker):
             self._epoch = None
         self._measures.failures[error.reason] += 1
         log.warning("step_refused", **_ids(request), reason=error.reason, problem=str(error))
@@ -858,6 +858,11 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
 def _ids(request: pb.StepRequest) -> dict[str, int]:
     """Returns what a log says of a step, under the names that the router's log uses."""
     return {"epoch": request.epoch, "step_id": request.step_id}
+
+
+def _leaves(worker: Worker) -> bool:
+    """Whether an epoch ends with its stream: others wait, or the executor is a spare again."""
+    return worker.has_peers or worker.experts is not None
 
 
 def _placement_of(

@@ -131,8 +131,8 @@ class ExecutorServiceServicer:
         The stream is the executor's part in the epoch. However it ends, an executor that has peers
         leaves their process group at once, so that none of them waits for it in a collective; the
         router cancels the group's other streams as soon as one ends. Join again. An executor that is
-        the only one of its group and refuses a step (INVALID_STEP, STEP_OUT_OF_ORDER) is as it was
-        before.
+        the only one of its group, and not elastic, is as it was before a step that it refuses
+        (INVALID_STEP, STEP_OUT_OF_ORDER), and takes another stream of the epoch.
 
         Errors:
         FAILED_PRECONDITION  NOT_JOINED         no Join has succeeded.

@@ -135,6 +135,21 @@ async def test_experts_that_are_staged_need_not_be_loaded_and_those_in_use_stay(
         assert await generate([one], PROMPTS[:1], NUM_TOKENS, 3) == alone[:1]
 
 
+async def test_who_was_alone_in_its_group_is_a_spare_when_the_stream_has_ended(
+    tiny_checkpoint: Path, alone: list[list[int]]
+):
+    async with elastic_executors(tiny_checkpoint, 1, 1) as [client]:
+        await form([client], 1)
+        swapped = placement_of((tuple(range(8))[::-1],), 0)
+        staging = client.executor.Stage(pb.StageRequest(placement=swapped))
+        assert await reason_of(staging) == "NO_ROOM"
+        assert await generate([client], PROMPTS[:1], NUM_TOKENS, 1) == alone[:1]
+        assert await reason_of(client.steps(1)) == "NOT_JOINED"
+        assert await stage(client, swapped) > 0
+        assert await form([client], 2) == [0]
+        assert await generate([client], PROMPTS[:1], NUM_TOKENS, 2) == alone[:1]
+
+
 @pytest.mark.parametrize("way", ["the call", "a Stage", "a Join"])
 async def test_staging_ends_with_its_call_or_for_what_is_newer(tiny_checkpoint: Path, way: str):
     async with elastic_executors(tiny_checkpoint, 1, 1) as [client]:
