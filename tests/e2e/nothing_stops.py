@@ -19,7 +19,9 @@ from datetime import datetime
 from pathlib import Path
 
 from deploy.local.demo_tasks import token_ids
+from deploy.local.launch import LocalStack
 from router.client import CallFailed, Client
+from tests.bench.router import bench_beats
 from tests.bench.router.bench_formings import (
     REQUIRED_LONGEST_MS,
     REQUIRED_MEDIAN_MS,
@@ -27,7 +29,7 @@ from tests.bench.router.bench_formings import (
 )
 from tests.e2e.chaos import Report, streaming
 from tests.e2e.conftest import PATIENT_STEPS, SAME_ANSWERS
-from tests.e2e.support.logs import logged, records
+from tests.e2e.support.logs import logged, records, scraped
 from tests.e2e.support.poisoned_executor import POISON
 from tests.e2e.support.stacks import PoisonedStack, served, supervised
 
@@ -37,7 +39,10 @@ PAUSE_S = (0.7, 2.0)
 NUM_BUSY_LOOPS = 4
 MANY_STEPS = 20
 STEADY_S = 2.0  # until streams that a fault held up have gone on for a while
-NOT_BUILT = "Not built yet, so not listed: spares, smaller groups, KV that outlives an epoch, a standby router."
+REQUIRED_KEPT = 0.97  # of the tokens of sequences whose rank lost no executor
+STEP_MS = 14.0  # of the demo model's
+METRICS = ("--metrics-listen", "127.0.0.1:0")
+NOT_BUILT = "Not built yet, so not listed: spares, smaller groups, a standby router."
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,8 @@ class Size:
     num_router_kills: int = 10
     num_stops: int = 20
     num_pauses: int = 10
+    num_turns: int = 20
+    num_steps: int = 150
     busy_s: float = 120.0
     num_formings: int = 1000
     group_sizes: Sequence[int] = tuple(REQUIRED_MEDIAN_MS)
@@ -65,7 +72,7 @@ class Line:
         required: Of it.
         measured: What came of it.
         is_right: Whether nothing was lost or wrong, however long it took.
-        is_in_time: Whether it was quick enough.
+        is_in_time: Whether it was quick and sparing enough.
     """
 
     what: str
@@ -81,7 +88,8 @@ class Line:
 
 async def table(size: Size, folder: Path) -> AsyncIterator[Line]:
     """Yields each line once it is measured."""
-    yield await restarts(size, folder / "restarts")
+    for line in await restarts(size, folder / "restarts"):
+        yield line
     for num_executors in size.group_sizes:
         yield await formings(num_executors, size)
     yield await stops(size, folder / "stops")
@@ -89,12 +97,13 @@ async def table(size: Size, folder: Path) -> AsyncIterator[Line]:
     yield await busy(size, folder / "busy")
     yield await poison(size, folder / "poison")
     yield await router_kills(size, folder / "router")
+    yield await beats(size)
 
 
-async def restarts(size: Size, log_dir: Path) -> Line:
+async def restarts(size: Size, log_dir: Path) -> tuple[Line, Line]:
     """Executors are killed, one after the other, and their supervisor starts them again."""
     report = Report()
-    settings = {"executor_args": size.executor_args, "router_args": PATIENT_STEPS}
+    settings = {"executor_args": size.executor_args, "router_args": (*PATIENT_STEPS, *METRICS)}
     async with served(log_dir, **settings) as (stack, client):
         streams = streaming(client, size.num_streams, random.Random(1), report)
         async with supervised(stack), streams:
@@ -105,12 +114,13 @@ async def restarts(size: Size, log_dir: Path) -> Line:
                 await process.kill()
                 formed = await logged(stack.router, "group_ready", number + 2)
             await asyncio.sleep(size.steady_s)
+        kept = await _Kept.of(stack)
     parts = ", ".join(
         f"{name} {statistics.median(record[f'seconds_{name}'] for record in formed[1:]):.2f}"
         for name in ("down", "waiting", "forming")
     )
     median_s = statistics.median(report.gaps_s[1:])
-    return Line(
+    restarted = Line(
         f"{size.num_kills} executors killed and started again by the supervisor, no spare",
         f"0 lost, 0 wrong; longest gap at a caller: median ≤ {REQUIRED_GAP_S} s",
         f"{_streams(report)}; gap median {median_s:.2f}, max {max(report.gaps_s[1:]):.2f} s, "
@@ -118,6 +128,45 @@ async def restarts(size: Size, log_dir: Path) -> Line:
         not report.wrong,
         median_s <= REQUIRED_GAP_S,
     )
+    return restarted, Line(
+        "the KV of those who ran on the other executor",
+        f"≥ {REQUIRED_KEPT:.0%} of their tokens are not computed again",
+        str(kept),
+        kept.num_tokens > 0,
+        kept.share >= REQUIRED_KEPT,
+    )
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Tokens of sequences whose group was lost, and not an executor of their rank.
+
+    Attributes:
+        num_tokens: That were computed before.
+        num_again: Of these, that were computed again.
+        num_lost: Tokens that others, whose KV was lost, had computed again.
+    """
+
+    num_tokens: int
+    num_again: int
+    num_lost: int
+
+    @classmethod
+    async def of(cls, stack: LocalStack) -> "_Kept":
+        formed = records(stack.router.log_path, "group_ready")
+        again = (await scraped(stack.router))["lockstep_router_recomputed_tokens_total"]
+        return cls(
+            sum(record["kept_tokens"] for record in formed),
+            round(again["kept", "0"]),
+            round(again["lost", "0"]),
+        )
+
+    @property
+    def share(self) -> float:
+        return 1 - self.num_again / max(1, self.num_tokens)
+
+    def __str__(self) -> str:
+        return f"{self.share:.2%} of {self.num_tokens:,} tokens; {self.num_lost:,} of others lost"
 
 
 async def formings(num_executors: int, size: Size) -> Line:
@@ -166,7 +215,7 @@ async def stops(size: Size, log_dir: Path) -> Line:
 async def pauses(size: Size, log_dir: Path) -> Line:
     """Executors are stopped for a while and go on, whether or not that was noticed."""
     report, rng = Report(), random.Random(4)
-    settings = {"executor_args": size.executor_args, "router_args": PATIENT_STEPS}
+    settings = {"executor_args": size.executor_args, "router_args": (*PATIENT_STEPS, *METRICS)}
     async with served(log_dir, **settings) as (stack, client):
         async with streaming(client, size.num_streams, rng, report):
             for number in range(size.num_pauses):
@@ -178,12 +227,15 @@ async def pauses(size: Size, log_dir: Path) -> Line:
                 process.resume()
             await asyncio.sleep(size.steady_s)
         num_lost = len(records(stack.router.log_path, "group_lost"))
+        kept = await _Kept.of(stack)
     least_s, most_s = PAUSE_S
     return Line(
         f"{size.num_pauses} executors stopped for {least_s} to {most_s} s, and on again",
-        "0 lost, 0 wrong; at most one forming each",
-        f"{_streams(report)}; {num_lost} formings, longest gap {max(report.gaps_s[1:]):.2f} s",
-        not report.wrong and num_lost <= size.num_pauses,
+        "0 lost, 0 wrong; at most one forming each; KV kept",
+        f"{_streams(report)}; {num_lost} formings, longest gap {max(report.gaps_s[1:]):.2f} s; "
+        f"KV kept of {kept}",
+        not report.wrong and num_lost <= size.num_pauses and not kept.num_lost,
+        kept.share >= REQUIRED_KEPT,
     )
 
 
@@ -266,6 +318,19 @@ async def router_kills(size: Size, log_dir: Path) -> Line:
     )
 
 
+async def beats(size: Size) -> Line:
+    """Steps with beats and without them, by turns, when nothing fails."""
+    turns = (STEP_MS, size.num_streams, size.num_steps, size.num_turns)
+    period, cpu = bench_beats.median_ratios(await bench_beats.compare(*turns))
+    return Line(
+        f"beats, {size.num_turns} turns of {size.num_steps} steps with them and without",
+        f"steps per second and router CPU per step within {bench_beats.REQUIRED:.0%}",
+        f"medians of the ratios: step period {period:.4f}, router CPU {cpu:.4f}",
+        is_right=True,
+        is_in_time=max(period, cpu) <= 1 + bench_beats.REQUIRED,
+    )
+
+
 async def _gone_on(client: Client, num_streams: int) -> None:
     """Returns when nearly all streams are back and have had tokens.
 
@@ -307,6 +372,7 @@ def main() -> None:
     parser.add_argument("--formings", type=int, default=usual.num_formings)
     parser.add_argument("--stops", type=int, default=usual.num_stops)
     parser.add_argument("--pauses", type=int, default=usual.num_pauses)
+    parser.add_argument("--turns", type=int, default=usual.num_turns)
     parser.add_argument("--busy-s", type=float, default=usual.busy_s)
     args = parser.parse_args()
     size = Size(
@@ -316,6 +382,7 @@ def main() -> None:
         num_formings=args.formings,
         num_stops=args.stops,
         num_pauses=args.pauses,
+        num_turns=args.turns,
         busy_s=args.busy_s,
     )
     with tempfile.TemporaryDirectory() as folder:

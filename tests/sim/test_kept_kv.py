@@ -7,6 +7,7 @@ died has nothing; each position depends on all before it, so one stale block cha
 import dataclasses
 import os
 import random
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -18,8 +19,10 @@ from router.scheduling.step import GroupInfo
 from tests.sim.world import World, break_at_random, check_blame
 from tests.support.virtual_clock import on_virtual_clock
 
-NUM_SEEDS = int(os.environ.get("LOCKSTEP_SIM_SEEDS", "24"))
-MIN_SHARE = 0.15 if NUM_SEEDS > 100 else 0.06  # of the seeds, that see it: few may be unlucky ones
+NUM_SEEDS = int(os.environ.get("LOCKSTEP_SIM_SEEDS", "8"))
+AT_ONCE = 8  # of these in a test
+NUM_MUTATED = max(24, min(NUM_SEEDS, 200))
+MIN_SHARE = 0.15 if NUM_MUTATED > 100 else 0.06  # that see it: few may be unlucky ones
 
 Mutate = Callable[[pytest.MonkeyPatch], None]
 
@@ -53,12 +56,15 @@ def count_a_lost_step_as_committed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(salvage, "num_committed", lambda table, lost: count(table, lost[1:]))
 
 
-def test_kept_tokens_are_not_computed_again() -> None:
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, AT_ONCE))
+def test_losses_change_no_token_and_hardly_any_that_is_kept_is_computed_again(first: int) -> None:
     """Nor would the mutations below be seen if nothing were kept."""
-    worlds = [lose_at_random(seed) for seed in range(8)]
+    worlds = [lose_at_random(seed) for seed in range(first, first + AT_ONCE)]
     counts = [group.engine.measures.kept_kv for world in worlds for group in world.groups]
-    assert sum(kept.num_found for kept in counts) > 100
-    assert all(sum(kept.num_again[name] for kept in counts) > 0 for name in ("kept", "lost"))
+    num_found = sum(kept.num_found for kept in counts)
+    num_again = sum((Counter(kept.num_again) for kept in counts), Counter[str]())
+    assert num_again["lost"] > 0
+    assert num_found > num_again["kept"]  # small pools, and windows: others take some
 
 
 @pytest.mark.parametrize(
@@ -70,9 +76,10 @@ def test_the_simulation_catches_a_rule_that_is_broken(
 ) -> None:
     mutate(monkeypatch)
     num_caught = 0
-    for seed in range(NUM_SEEDS):
+    for seed in range(NUM_MUTATED):
         try:
             lose_at_random(seed)
         except BaseException:  # an outcome that is wrong, or a step that no executor can run
             num_caught += 1
-    assert num_caught >= MIN_SHARE * NUM_SEEDS
+    print(f"seen by {num_caught} of {NUM_MUTATED} seeds")
+    assert num_caught >= MIN_SHARE * NUM_MUTATED

@@ -12,6 +12,8 @@ SMALL = Size(
     num_formings=10,
     num_stops=1,
     num_pauses=1,
+    num_turns=1,
+    num_steps=30,
     busy_s=0.3,
     group_sizes=(2,),
     executor_args=EXECUTOR_ARGS,
@@ -24,4 +26,4 @@ async def test_each_line_is_measured_and_nothing_is_lost_or_wrong(tmp_path: Path
     for line in lines:
         print(line)
 
-    assert [line.is_right for line in lines] == [True] * 7
+    assert [line.is_right for line in lines] == [True] * 9
