@@ -29,6 +29,7 @@ ExecutorLost            a group's step cannot be finished; the group forms again
 ├── ExecutorLied        because what an executor said cannot be; it is left out until it restarts
 ├── GroupHeld           because another router drives the group: this one stands by
 │   └── HandedOver      which this router has left the group to
+├── KeptKVDiffers       because KV that was kept over a loss is not what its tokens give
 └── ReasonUnknown       because a stream ended, perhaps for want of another executor
 GroupMismatch           the members of a group do not fit together; the operator must act
 """
@@ -243,6 +244,10 @@ class HandedOver(GroupHeld):
 
     def __init__(self) -> None:
         super().__init__("this router was told to stop, and has left the group to another one")
+
+
+class KeptKVDiffers(ExecutorLost):
+    """KV that was kept over a loss is not what its tokens give; no request is the cause."""
 
 
 class ReasonUnknown(ExecutorLost):

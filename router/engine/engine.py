@@ -19,9 +19,10 @@ from typing import Protocol
 import structlog
 
 from protos.serving.v1 import serving_pb2 as pb
-from protos.settings import above, at_least, setting
+from protos.settings import Rule, above, at_least, setting
 from protos.transport.errors import RpcError, shorten
 from router.engine.caches import GroupCaches
+from router.engine.kept_check import KeptCheck
 from router.engine.recent import Events, FlowShares, History
 from router.engine.status import epoch_status, step_cost_status
 from router.errors import (
@@ -33,6 +34,7 @@ from router.errors import (
     GroupHeld,
     GroupMismatch,
     HandedOver,
+    KeptKVDiffers,
 )
 from router.requests.request import NO_COLUMNS, Columns, Listener, Listeners, Request, Sequence
 from router.requests.waiting_queue import Quarantine, WaitingQueue, note_loss
@@ -125,6 +127,9 @@ class EngineSettings(SchedulerSettings, StepSettings):
 
     pipeline_depth: int = setting(2, at_least(1))
     """Steps in flight at most. 2 hides the way to the executors; 1 helps to debug."""
+    verify_kept_kv: float = setting(0.001, Rule("0 to 1", lambda share: 0 <= share <= 1))
+    """Share of the sequences that ran before a loss of which all KV that was kept is computed again and
+    compared, at the cost of that. If it differs, the group drops what it kept, and forms anew."""
     retry_delay_s: float = setting(0.5, above(0))
     """Seconds from a loss to the first attempt to form the group again, and between attempts at most:
     they follow the sooner the shorter it has been down."""
@@ -186,6 +191,8 @@ class Engine:
         self.measures = GroupMeasures()
         self.measures.flow_counts = waiting.line.counts
         self.measures.suspicions = executors.suspicions
+        checks = self.measures.kept_kv.checks
+        self._kept_check = KeptCheck(settings.verify_kept_kv, self._push, checks)
         self.events = Events(self._clock)
         self._history, self._flow_shares = History(), FlowShares()
         self._stats = EpochStats()
@@ -278,6 +285,8 @@ class Engine:
             raise self._late_error
         drafts = scheduler.commit(step.plan, result)
         self._in_flight.popleft()
+        if self._kept_check.problem:
+            raise KeptKVDiffers(self._kept_check.problem)
         self._progress_time = self._begin_time = self._clock()
         self.measures.lead.note(min(result.queued_ns) * 1e-9, was_put_off=step.is_late)
         self._stats.add(step.plan, result, self._progress_time, drafts)
@@ -336,6 +345,18 @@ class Engine:
             sequence.group = self.group
         self._has_work.set()
 
+    def _push(self, sequence: Sequence) -> None:
+        """Queues a sequence of this router's own."""
+        self._expect_progress()
+        sequence.group = self.group
+        self.waiting.push(sequence)
+        self._has_work.set()
+
+    def _end(self, sequence: Sequence) -> None:
+        """Tells whom it concerns of a sequence that has ended."""
+        if not self._kept_check.take_end(sequence):
+            self._on_end(sequence)
+
     def num_tokens_with(self, request: Request) -> int:
         """Returns the tokens that it would have to run until a new request's first token, at most."""
         sequence = next(s for s in request.sequences if not s.is_ended)
@@ -373,7 +394,7 @@ class Engine:
         if sequence.table is None:
             self.waiting.discard(sequence)
             sequence.error = error
-            self._on_end(sequence)
+            self._end(sequence)
         else:
             assert self._scheduler is not None
             self._scheduler.fail(sequence, error)
@@ -474,7 +495,7 @@ class Engine:
             self._listeners,
             self._settings,
             clock=self._clock,
-            on_end=self._on_end,
+            on_end=self._end,
             measures=self.measures,
             caches=caches,
             kv_ids=info.kv_ids,
@@ -499,6 +520,7 @@ class Engine:
             **self._kept_tokens(info.kv_ids),
         )
         self.on_change()
+        self._kept_check.begin(list(self.waiting), info.shape.block_size)
         return scheduler
 
     def _kept_tokens(self, kv_ids: Collection[str]) -> dict[str, int]:
@@ -574,6 +596,9 @@ class Engine:
         else:
             self._state = pb.GROUP_STATE_FORMING
         self.measures.faults["lied"] += isinstance(error, ExecutorLied)
+        if is_stale := isinstance(error, KeptKVDiffers):
+            self.measures.faults["stale_kv"] += 1
+            self._caches.drop()
         if was_ready:
             self.lost_time = self._clock()
             self.measures.end_epoch(self.lost_time, is_planned=has_left)
@@ -584,10 +609,13 @@ class Engine:
             lost, is_alone = _lost_sequences(lost_steps, scheduler)
             names = list(dict.fromkeys(sequence.request.request_id for sequence in lost))
             log.info("steps_lost", **self.ids(), requests=len(names), request_ids=names[:MAX_NAMED])
-            guilty = [] if has_left else note_loss(lost, is_alone=is_alone)
+            is_blameless = has_left or is_stale
+            guilty = [] if is_blameless else note_loss(lost, is_alone=is_alone)
             self._salvage(scheduler, lost_steps)
             scheduler.abandon()
-            if not has_left:
+            for sequence in self._kept_check.stop():
+                self.waiting.discard(sequence)
+            if not is_blameless:
                 self.waiting.clear_bystanders(lost)
             self.waiting.set_max_running()
             for sequence in guilty:

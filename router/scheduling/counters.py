@@ -113,9 +113,11 @@ class KeptKV:
         num_found: Those whose KV the cache had as they were bound again.
         num_again: Those that are computed again, by what became of the rank's executors: "kept", where
             others have taken its blocks or its place since, and "lost".
+        checks: Those of `KeptCheck`, by what they found.
     """
 
     def __init__(self) -> None:
+        self.checks = {"equal": 0, "differs": 0}
         self.num_found = 0
         self.num_again = {"kept": 0, "lost": 0}
 
@@ -256,13 +258,14 @@ class GroupTotals:
         step_seconds: By phase, see StepTimes.
         losses: Epochs that are over: "left" if an executor was told to stop, else "lost".
         is_lost: Whether the last one was lost, and the group has not formed since.
-        faults: "lied": executors that said what cannot be; "unexpected": errors of this router.
+        faults: "lied": executors that said what cannot be; "unexpected": errors of this router;
+            "stale_kv": KV that was kept and was wrong.
         suspicions: Executors that fell silent, by what came of it: "cleared", "lost", "false".
         num_takeovers: Times the group was taken from another router.
         drafts: What came of drafts.
         decisions: Steps with prompts bound, by what was done about these, see Why.
         num_late_plans: See PlanLead; likewise the one that follows.
-        num_kept_tokens: See KeptKV; likewise the one that follows.
+        num_kept_tokens: See KeptKV; likewise the two that follow.
         step_cost: Coefficients of steps without drafts, see StepCost; likewise the two that follow.
         flows: By name; none where there is one only.
     """
@@ -287,6 +290,7 @@ class GroupTotals:
     plan_lead_s: float
     num_kept_tokens: int
     num_recomputed_tokens: dict[str, int]
+    num_kept_checks: dict[str, int]
     step_cost: dict[str, float]
     step_margin: float
     step_error: float
@@ -313,7 +317,7 @@ class GroupMeasures:
 
     def __init__(self) -> None:
         self.kept_kv = KeptKV()
-        self.faults = Counter({"lied": 0, "unexpected": 0})
+        self.faults = Counter({"lied": 0, "unexpected": 0, "stale_kv": 0})
         self.suspicions = Counter[str]()
         self._num_takeovers = 0
         self._stood_by = False  # since the last epoch
@@ -391,6 +395,7 @@ class GroupMeasures:
             plan_lead_s=self.lead.seconds,
             num_kept_tokens=self.kept_kv.num_found,
             num_recomputed_tokens=dict(self.kept_kv.num_again),
+            num_kept_checks=dict(self.kept_kv.checks),
             step_cost=self.costs.plain.coefficients(),
             step_margin=self.costs.plain.margin,
             step_error=self.costs.plain.error,

@@ -195,7 +195,8 @@ GROUP_TOTALS: list[Metric[GroupTotals]] = [
            "Epochs that are over: left, when an executor was told to stop, or lost."),
     Metric("faults_total", "counter", ("reason",), lambda t: t.faults,
            "What is no plain loss: executors that said what cannot be (lied) and are left out until "
-           "they restart, and errors of this router (unexpected), which its log has."),
+           "they restart, errors of this router (unexpected), which its log has, and KV that was kept "
+           "over a loss and was wrong (stale_kv)."),
     Metric("suspicions_total", "counter", ("outcome",), lambda t: t.suspicions,
            "Executors that fell silent: cleared by a beat, lost, and of the lost those that were alarms "
            "without need (false), as the same process beat again."),
@@ -246,6 +247,9 @@ GROUP_TOTALS: list[Metric[GroupTotals]] = [
     Metric("recomputed_tokens_total", "counter", ("executor",), lambda t: t.num_recomputed_tokens,
            "Those that had been computed and are again: where the rank lost an executor and its KV "
            "(lost), and where not (kept), since others took its blocks or its place meanwhile."),
+    Metric("kept_kv_checks_total", "counter", ("result",), lambda t: t.num_kept_checks,
+           "Sequences whose KV was kept over a loss and computed once more, to compare: equal, or differs "
+           "(--verify-kept-kv)."),
 ]
 RANK_STATUS: list[Metric[pb.RankStatus]] = [
     Metric("running_sequences", "gauge", (), lambda r: r.num_running,

@@ -28,10 +28,10 @@ Mutate = Callable[[pytest.MonkeyPatch], None]
 
 
 @on_virtual_clock
-async def lose_at_random(seed: int) -> World:
+async def lose_at_random(seed: int, **settings: float) -> World:
     """Runs many clients of few prompts in one group whose executors are lost now and then."""
     rng = random.Random(7000 + seed)
-    world = World(rng)
+    world = World(rng, **settings)
     clients = [world.client(number) for number in range(30)]
     await world.run_clients(clients, break_at_random(world))
     check_blame(world)
@@ -83,3 +83,10 @@ def test_the_simulation_catches_a_rule_that_is_broken(
             num_caught += 1
     print(f"seen by {num_caught} of {NUM_MUTATED} seeds")
     assert num_caught >= MIN_SHARE * NUM_MUTATED
+
+
+def test_a_check_of_what_was_kept_finds_nothing_where_it_is_right() -> None:
+    worlds = [lose_at_random(seed, verify_kept_kv=1.0) for seed in range(6)]
+    checks = [group.engine.measures.kept_kv.checks for world in worlds for group in world.groups]
+    assert sum(each["equal"] for each in checks) > 0
+    assert sum(each["differs"] for each in checks) == 0

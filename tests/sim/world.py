@@ -60,6 +60,7 @@ class World:
         poison: Requests that kill executors, by id.
         shape: Of every group; None: at random.
         windows: What its `kv_window` is drawn from.
+        verify_kept_kv: See EngineSettings.
         faults: See FakeExecutors.
 
     Attributes:
@@ -76,12 +77,14 @@ class World:
         poison: dict[str, Poison] | None = None,
         shape: GroupShape | None = None,
         windows: tuple[int, ...] = (0, 0, 1, 14),
+        verify_kept_kv: float = 0.0,
         **faults: float,
     ) -> None:
         self.rng = rng
         self.poison = poison or {}
         self.block_size = 4
         self.windows = windows
+        self.verify_kept_kv = verify_kept_kv
         self.engines = Engines(
             Listeners(MAX_READERS), failover_after_s=rng.choice([0.3, 2.0, 1000.0])
         )
@@ -154,6 +157,7 @@ class World:
                 target_first_token_ms=rng.choice([30.0, 500.0]),
                 first_token_weight=rng.choice([1.0, 1e9]),
                 retry_delay_s=0.1,
+                verify_kept_kv=self.verify_kept_kv,
                 min_tokens_per_draft_step=rng.choice([1, 1.5]),
                 prompt_steps_between_drafts=rng.choice([1, 2]),
             ),

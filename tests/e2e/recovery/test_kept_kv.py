@@ -12,7 +12,11 @@ from tests.e2e.support.streams import long_stream
 NUM_STREAMS = 6
 # Each rank has time for all prompts in one step, so that none goes to a rank that has time sooner.
 EXECUTOR_ARGS = ("--num-kv-blocks", "400", "--max-num-batched-tokens", "4096", *SAME_ANSWERS)
-ROUTER_ARGS = (*PATIENT, "--metrics-listen", "127.0.0.1:0", "--target-token-gap-ms", "0")
+ROUTER_ARGS = (
+    *PATIENT,
+    *("--metrics-listen", "127.0.0.1:0", "--target-token-gap-ms", "0", "--verify-kept-kv", "1"),
+)
+CHECKS = "lockstep_router_kept_kv_checks_total"
 
 
 async def test_who_ran_beside_a_killed_executor_has_next_to_nothing_computed_again(tmp_path: Path):
@@ -37,3 +41,7 @@ async def test_who_ran_beside_a_killed_executor_has_next_to_nothing_computed_aga
         again = counts["lockstep_router_recomputed_tokens_total"]
         assert again["kept", "0"] <= 0.03 * formed["kept_tokens"]
         assert 0 < again["lost", "0"] <= formed["lost_tokens"]
+        async with asyncio.timeout(60):
+            while not (checks := (await scraped(stack.router))[CHECKS])["0", "equal"]:
+                await asyncio.sleep(0.1)
+        assert checks["0", "differs"] == 0

@@ -23,6 +23,8 @@ from tests.router.support.running_engines import complete, two_groups
 from tests.router.support.stepper import make_shape
 from tests.support.virtual_clock import on_virtual_clock
 
+NO_FAULTS = {"lied": 0, "unexpected": 0, "stale_kv": 0}
+
 
 @pytest.fixture(autouse=True)
 def logs() -> Iterator[list[Any]]:
@@ -134,7 +136,7 @@ async def test_a_description_that_cannot_be_costs_its_group_until_the_executor_r
         assert len(liar.prepared) == num_described
         [lie] = [record for record in logs if record["event"] == "executor_lied"]
         assert path in lie["problem"]
-        assert engine.measures.totals().faults == {"lied": 1, "unexpected": 0}
+        assert engine.measures.totals().faults == NO_FAULTS | {"lied": 1}
         liar.dies.clear()
         liar.instance_id = "second"
         await until(lambda: engine.is_ready)
@@ -155,7 +157,7 @@ async def test_an_answer_that_cannot_be_costs_its_group_and_no_request(
             assert request.sequences[0].error is None
             assert request.sequences[0].num_output_tokens == 6
         await until(lambda: is_named(lied_to, problem))
-        assert lied_to.measures.totals().faults == {"lied": 1, "unexpected": 0}
+        assert lied_to.measures.totals().faults == NO_FAULTS | {"lied": 1}
         assert honest.measures.totals().losses == {"lost": 0, "left": 0}
 
         peers[1, 0].answers, peers[1, 0].garbled = lambda response: [response], ()
@@ -318,7 +320,7 @@ async def test_an_error_that_nobody_expected_costs_its_group_and_no_request(
         for request in await asyncio.gather(*requests):
             assert request.sequences[0].error is None
         await until(lambda: bool(failing.times) and by_group[0].is_ready)
-    assert by_group[0].measures.totals().faults == {"lied": 0, "unexpected": 1}
+    assert by_group[0].measures.totals().faults == NO_FAULTS | {"unexpected": 1}
     assert by_group[1].measures.totals().losses == {"lost": 0, "left": 0}
     [record] = [record for record in logs if record["event"] == "group_failed"]
     assert (record["group"], record["log_level"]) == (0, "error")

@@ -55,6 +55,11 @@ def next_token(kv: Sequence[int], seed: int = 0) -> int:
     return EOS if state % 40 == 0 else 1 + state % (VOCAB_SIZE - 1)
 
 
+def log_probability(kv: Sequence[int], token: int) -> float:
+    """Of a token behind what is held; the likeliest one plays no part."""
+    return -(next_token(kv, token) + token % 7) / 4
+
+
 def expected_output(
     prompt: Sequence[int],
     max_tokens: int,
@@ -232,13 +237,28 @@ class FakeRank:
         self.reads[-1].append(Read(blocks, offset, held))
 
     def _answer(self, batch: RankBatch, gains: list[list[int]]) -> RankResult:
-        num_scores = sum(len(s.scored_ids) + (s.sample_index is not None) for s in batch.scorings)
+        logprobs: list[float] = []
+        given: list[float] = []
+        for scoring in batch.scorings:
+            ids = scoring.sequence.request.output.logprob_ids
+            logprobs += [0.0] * len(scoring.scored_ids)
+            given += [0.0] * len(scoring.scored_ids) * len(ids)
+            if scoring.sample_index is not None:
+                row = self.rows[scoring.sequence.row % self.shape.rows_per_rank]
+                held = self._held_by(row)
+                logprobs.append(log_probability(held, gains[scoring.sample_index][0]))
+                given += [log_probability(held, token) for token in ids]
         counts = np.array([len(gain) for gain in gains], np.int32)
+        scores = Scores(np.array(logprobs, np.float32), given_logprobs=np.array(given, np.float32))
         return RankResult(
             np.array([token for gain in gains for token in gain], np.int32),
             counts if counts.max(initial=1) > 1 else None,
-            scores=Scores(np.zeros(num_scores, np.float32)) if batch.scorings else None,
+            scores=scores if batch.scorings else None,
         )
+
+    def _held_by(self, row: Row) -> list[int]:
+        held: list[int] = self.kv[row.blocks].reshape(-1)[: row.num_computed].tolist()
+        return held
 
     def _check_row(self, row: Row, bound: int, end: int, *, is_decode: bool) -> None:
         """What an executor refuses, and blocks that nobody needs."""
@@ -268,8 +288,7 @@ class FakeRank:
         row.num_computed = start + len(tokens)
 
     def _sample(self, row: Row) -> int:
-        held = self.kv[row.blocks].reshape(-1)[: row.num_computed].tolist()
-        row.last_token = next_token(held, row.sequence.seed)
+        row.last_token = next_token(self._held_by(row), row.sequence.seed)
         return row.last_token
 
     def _draft(self, row: Row, limit: int) -> list[int]:
