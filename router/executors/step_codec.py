@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from protos.executor.sampling_fields import FLOAT32, INT32, SAMPLING_FIELDS
 from protos.executor.step_checksums import agreement_crc32, part_crc32
 from protos.executor.v1 import executor_pb2 as pb
-from router.requests.request import Int32Array
+from router.requests.request import Int32Array, Request
 from router.scheduling.columns import INT32_BYTES
 from router.scheduling.step import (
     Agreement,
@@ -188,13 +188,35 @@ def encode_starts(columns: pb.RowStarts, starts: Sequence[RowStart]) -> None:
     requests = [start.sequence.request for start in starts]
     sampling = [request.sampling for request in requests]
     columns.rows = _bytes([start.row for start in starts], np.int32)
+    given = frozenset().union(*(params.values for params in sampling))
     for field in SAMPLING_FIELDS:
-        if any(field.name in params.values for params in sampling):
+        if field.name in given:
             values = [params[field.name] for params in sampling]
             setattr(columns, field.name, _bytes(values, field.dtype))
     columns.seed = _column([start.sequence.seed for start in starts], np.uint64)
     columns.scores_output = _column([r.output.logprobs for r in requests], np.uint8)
     columns.num_top_logprobs = _column([r.output.top_logprobs for r in requests], np.int32)
+    if any(map(_has_lists, requests)):
+        _encode_lists(columns, starts)
+
+
+def _has_lists(request: Request) -> bool:
+    """Whether it has any of the parameters of `_encode_lists`."""
+    sampling = request.sampling
+    return bool(
+        request.grammar
+        or request.stop.min_tokens
+        or request.output.logprob_ids
+        or sampling.logit_bias
+        or sampling.allowed_ids
+        or sampling.sees_output
+    )
+
+
+def _encode_lists(columns: pb.RowStarts, starts: Sequence[RowStart]) -> None:
+    """Fills the columns of what few requests have: lists of tokens, mostly."""
+    requests = [start.sequence.request for start in starts]
+    sampling = [request.sampling for request in requests]
     if any(r.output.logprob_ids for r in requests):
         logprob_ids = [r.output.logprob_ids for r in requests]
         columns.num_logprob_ids, columns.logprob_ids = _ragged(logprob_ids)
