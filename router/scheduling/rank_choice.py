@@ -57,8 +57,7 @@ class RankLoads:
         prices: What a token to run and one to read weigh against each other.
 
     Attributes:
-        is_stuck: Whether the sequence that was looked at last fits on no rank for want of rows or
-            blocks, not of time.
+        is_stuck: Whether the sequence that found no rank lacked rows or blocks, not time.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class RankLoads:
         # At most what it takes to run them: a price of a token may be learnt as next to nothing.
         self._kv_work = min(1.0, KV_STEPS * prices.kv / prices.token) * shape.block_size
         self._num_left = np.zeros(shape.dp_size, dtype=np.int64)
-        self._num_promised_blocks = np.zeros(shape.dp_size, dtype=np.int64)
+        self._num_promised_blocks = [0] * shape.dp_size
         for rank, of_rank in enumerate(prompts):
             for prompt in of_rank:
                 self._promise(rank, prompt, int(table.num_blocks[prompt.row]))
@@ -114,24 +113,25 @@ class RankLoads:
             something of the sequence in this step.
         """
         block_size, work = self._shape.block_size, self._work
-        fits = self._room >= self._num_missing(num_tokens, 0)
+        self.is_stuck, has_room = False, self._room >= self._num_missing(num_tokens, 0)
         if found:
             work = work.copy()
             for rank, prefix in found.items():
-                fits[rank] = self._num_taken(rank, num_tokens, prefix) <= self._room[rank]
+                has_room[rank] = self._num_taken(rank, num_tokens, prefix) <= self._room[rank]
                 work[rank] -= (1 + goes_on) * len(prefix.blocks) * block_size
-        if home is not None and fits[home]:
+        if home is not None and has_room[home]:
             return home
-        self.is_stuck = not np.count_nonzero(fits)
         before = self._num_left
         if turn < self._last_turn:
             behind = self._num_left_behind(turn)
             before = before - behind
             work = work + BEHIND * behind
-        fits &= before < self._limits
-        if not np.count_nonzero(fits):
-            return None
-        return int(np.where(fits, work + before, math.inf).argmin())
+        costs = np.where(has_room & (before < self._limits), work + before, math.inf)
+        rank = int(costs.argmin())
+        if costs[rank] < math.inf:
+            return rank
+        self.is_stuck = not np.count_nonzero(has_room)
+        return None
 
     def _num_left_behind(self, turn: Turn) -> npt.NDArray[np.int64]:
         """Returns int64 [dp_size], prompt tokens that run later than a place in the line."""
@@ -155,9 +155,11 @@ class RankLoads:
         self._last_turn = max(self._last_turn, prompt.turn)
         self._promise(rank, prompt, num_held)
         pool, table = self._pools[rank], self._table
-        self._work[rank] = self._num_decodes[rank] + self._kv_work * pool.num_used
-        num_kept = int(self._num_promised_blocks[rank]) + table.num_bound(rank) * table.num_lists
-        self._room[rank] = pool.num_available - num_kept if table.has_free_row(rank) else 0
+        num_kept = self._num_promised_blocks[rank] + table.num_bound(rank) * table.num_lists
+        num_available = pool.num_available
+        num_used = pool.num_blocks - 1 - num_available
+        self._work[rank] = self._num_decodes[rank] + self._kv_work * num_used
+        self._room[rank] = num_available - num_kept if table.has_free_row(rank) else 0
 
     def _promise(self, rank: int, prompt: Prompt, num_held: int) -> None:
         self._num_left[rank] += prompt.left

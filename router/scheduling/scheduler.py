@@ -424,12 +424,14 @@ class Scheduler:
         if only_home and home is None:
             return False
         goes_on = sequence.num_output_tokens > 0
-        rank = loads.pick(self._turn(sequence), num_tokens, found, goes_on=goes_on, home=home)
+        turn = self._turn(sequence)
+        rank = loads.pick(turn, num_tokens, found, goes_on=goes_on, home=home)
         if rank is None or (only_home and rank != home):
             return False
         cached = found.get(rank, NO_PREFIX)
         row = self._bind(self._waiting.pop(), rank, cached)
-        loads.add(rank, self._prompt(row), len(cached.blocks))
+        prompt = self._prompt(row) if rank in found else Prompt(turn, num_tokens, 0, row)
+        loads.add(rank, prompt, len(cached.blocks))
         return True
 
     def _find_home(

@@ -33,11 +33,11 @@ def extend_block_hashes(
 
     128 bits: among 2**40 blocks, two of different prefixes share a name with probability 2**-49.
     """
-    parent = hashes[-1] if hashes else salt
+    parent, new_hash = hashes[-1] if hashes else salt, NEW_HASH.copy
     data = tokens[len(hashes) * block_size :].tobytes()
     width = block_size * tokens.itemsize
     for start in range(0, len(data) - width + 1, width):
-        name = NEW_HASH.copy()  # faster than a call with an argument
+        name = new_hash()  # faster than a call with an argument
         name.update(parent + data[start : start + width])
         parent = name.digest()
         hashes.append(parent)
@@ -87,14 +87,14 @@ class Wanted:
 
     Attributes:
         hashes: As above.
-        tokens: int32 [B, block_size].
     """
 
     def __init__(
         self, hashes: list[BlockHash], tokens: Int32Array, block_size: int, salt: bytes
     ) -> None:
         self.hashes = hashes
-        self.tokens = tokens[: len(hashes) * block_size].reshape(-1, block_size)
+        self._tokens = tokens
+        self._block_size = block_size
         self._salt = salt
         self._keys: dict[int, bytes] = {}
 
@@ -105,10 +105,16 @@ class Wanted:
         """
         key = self._keys.get(place)
         if key is None:
+            start = place * self._block_size
             parent = self.hashes[place - 1] if place else self._salt
-            key = parent + self.tokens[place].tobytes() if place < len(self.hashes) else b""
-            self._keys[place] = key
+            first = self._tokens[start : start + self._block_size].tobytes()
+            key = self._keys[place] = parent + first if place < len(self.hashes) else b""
         return key
+
+    def tokens_from(self, place: int) -> Int32Array:
+        """Returns int32 [B, block_size], the tokens of its blocks from one on."""
+        size = self._block_size
+        return self._tokens[place * size : len(self.hashes) * size].reshape(-1, size)
 
 
 class PrefixCache:
@@ -161,6 +167,8 @@ class PrefixCache:
             for rank, cache in enumerate(caches)
             if name in cache._block_of or key in cache._tails.by_key
         ]
+        if not ranks:
+            return {}
         found = ((rank, caches[rank].find(wanted)) for rank in ranks)
         return {rank: prefix for rank, prefix in found if prefix is not NO_PREFIX}
 
@@ -171,7 +179,7 @@ class PrefixCache:
             tail = self._tails.pop(wanted.key(start))
             if tail is None:
                 break
-            count, size = tail.num_equal(wanted.tokens[start:]), len(tail.block_ids)
+            count, size = tail.num_equal(wanted.tokens_from(start)), len(tail.block_ids)
             self._name(hashes[start : start + count], tail.block_ids[:count])
             if count < size:
                 self._add(tail.part(hashes[start + count - 1], count, size))
@@ -204,7 +212,7 @@ class PrefixCache:
         """Returns about how many blocks `find` would find: it looks at few, by halving."""
         count = bisect_left(wanted.hashes, True, key=lambda name: name not in self._block_of)
         tail = self._tails.get(wanted.key(count))
-        return count if tail is None else count + tail.num_equal(wanted.tokens[count:])
+        return count if tail is None else count + tail.num_equal(wanted.tokens_from(count))
 
     def insert(self, hashes: list[BlockHash], block_ids: BlockIds) -> list[bool] | None:
         """Names used blocks without a name. A name that another has stays with that one.

@@ -204,7 +204,8 @@ class RowBlocks:
         """
         table = self._table
         for row in rows:
-            self.name(row)
+            if table.sequences[row] is not None:  # else it was named when it ended
+                self.name(row)
         backwards = np.array(sorted(rows, reverse=True))
         num_blocks, counts = table.num_blocks.take(backwards), np.zeros(table.dp_size, np.int64)
         np.add.at(counts, backwards // table.rows_per_rank, num_blocks)
@@ -266,10 +267,7 @@ class RowBlocks:
         lost instead, salvage.py takes the names back.
         """
         table = self._table
-        sequence = table.sequences[row]
-        if sequence is None:
-            return  # named when it ended
-        num_known = int(min(table.num_tokens[row], table.num_computed[row]))
+        num_known = min(int(table.num_tokens[row]), int(table.num_computed[row]))
         first, end = int(table.num_named_blocks[row]), num_known // table.block_size
         if first == end:
             return
