@@ -32,6 +32,7 @@ FAR = 0.5  # error from which on a step counts by its distance, not by the squar
 
 KNOWN_STEPS = 8  # with prompts, of twice as many in all, before anybody goes by it
 LEARN_EVERY = 4  # of steps without prompts, which are many and alike
+FIT_EVERY = 4  # of steps that are learnt from, once enough are: solving takes longest
 OUTLIER, MAX_OUTLIERS = 4.0, 8  # times the prediction; so many in a row are no outliers
 DRIFT, DRIFT_MEMORY = 0.2, 1 / 16  # mean error at which what is known is doubted
 MOST = 0.5  # that one step's error adds to it
@@ -57,6 +58,7 @@ class StepCost:
         self._used = start.copy()
         self._drift = 0.0
         self._num_outliers = 0
+        self._num_learnt = 0
         self._weight = 0.0
         self._squares = START_WEIGHT * np.eye(len(PARTS))
         self._products = START_WEIGHT * start
@@ -121,7 +123,9 @@ class StepCost:
         self._weight += weight
         self._squares += np.outer(weight * features, features)
         self._products += weight * target * features
-        self._fit()
+        self._num_learnt += 1
+        if not self.is_known or self._num_learnt % FIT_EVERY == 0:
+            self._fit()
 
     def _fit(self) -> None:
         """Solves the normal equations, again without the least part as long as one is below LEAST."""
