@@ -334,7 +334,7 @@ async def beats(size: Size) -> Line:
 async def _gone_on(client: Client, num_streams: int) -> None:
     """Returns when nearly all streams are back and have had tokens.
 
-    A machine that is busy takes its time for that, and three routers that died before it are a reason to
+    A machine that is busy takes its time for that, and five routers that died before it are a reason to
     give a request up.
     """
     step_then = None
