@@ -17,6 +17,9 @@ LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 MAX_ACCEPT_S = 0.01  # of one core, to read the tokens of a step
+MAX_READ_S = (
+    0.5  # likewise, all that a row has where it begins anew: 100,000 tokens of JSON take 0.06
+)
 MAX_WAIT_S = 1.0  # that an executor's step waits for a grammar, on a machine that is slower or busy
 
 # Of one core, from a grammar's text to its first masks. A router refuses what takes longer, and before

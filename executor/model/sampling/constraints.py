@@ -32,15 +32,21 @@ from protos.executor.grammars import (
     LIMITS,
     MAX_ACCEPT_S,
     MAX_PROBLEM_BYTES,
+    MAX_READ_S,
     MAX_WAIT_S,
     new_grammar_thread,
 )
 
 TOO_AMBIGUOUS = "there are too many ways to read the output by it"
 NO_TOKEN = "no token of the model can go on from here"
+READ_LEN = 16  # tokens that are read without a look at the time
 NUM_KEPT = 32  # grammars kept as they begin, for rows that have the same
 
 Masks = npt.NDArray[np.int32]
+
+
+class TooAmbiguous(Exception):
+    """There are too many ways to read an output by its grammar."""
 
 
 class HostDrafts(NamedTuple):
@@ -89,10 +95,23 @@ class Row:
             else:
                 self.output, self.begin_ids = behind, []
 
-    def read(self, output: list[int]) -> LLMatcher:
-        """Returns a matcher behind this output, waiting until the grammar is built."""
+    def read(self, output: list[int], *, is_own: bool = False) -> LLMatcher:
+        """Returns a matcher behind this output, waiting until the grammar is built.
+
+        Args:
+            output: Tokens.
+            is_own: Whether the row came to it here, step by step; who resumes a request may send any.
+
+        Raises:
+            TimeoutError: It is not.
+            TooAmbiguous: An output that is not its own takes too long.
+        """
         matcher = self.built.result(MAX_WAIT_S).deep_copy()  # automata stay shared
-        matcher.consume_tokens(output)
+        end_s = thread_time() + MAX_READ_S
+        for start in range(0, len(output), READ_LEN):
+            matcher.consume_tokens(output[start : start + READ_LEN])
+            if thread_time() > end_s and not is_own:
+                raise TooAmbiguous
         return matcher
 
 
@@ -121,7 +140,7 @@ class DraftPath:
     def turn(self, node: int) -> bool:
         """Goes back to where the way to the next node turns off. Returns whether it was farther."""
         if self.matcher.is_error():  # an earlier draft led nowhere
-            self._row.matcher = self._row.read(self._row.output)
+            self._row.matcher = self._row.read(self._row.output, is_own=True)
             self.nodes = [0]
         parent = self._parents[node - 1]
         if parent == self.nodes[-1] or not self._is_right[parent]:
@@ -298,6 +317,8 @@ class Constraints:
             return self._rows[row].read(output)
         except TimeoutError:
             problem = f"its grammar was not built within {MAX_WAIT_S:g} s"
+        except TooAmbiguous:
+            problem = TOO_AMBIGUOUS
         except BaseException as error:  # a panic of llguidance is no Exception
             problem = f"{type(error).__name__}: {error}"
         self._fail(row, problem)

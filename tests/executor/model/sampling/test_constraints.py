@@ -325,6 +325,22 @@ def test_an_output_with_too_many_readings_ends(
     assert "too many ways" in gain(constraints, [0], ids("1"))[0]
 
 
+def test_an_output_to_go_on_from_with_too_many_readings_fails_by_itself(
+    bytes_tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    """A caller chose it: to read all of it would take this executor minutes, and its group with it."""
+    monkeypatch.setattr("executor.model.sampling.constraints.MAX_READ_S", 0.05)
+    constraints, output = constraints_of(bytes_tokenizer), ids("a" * 4000 + "12")
+    grammar = LLMatcher.grammar_from_lark('start: s\ns: s s | "a"')
+    grammars = {0: grammar, 1: DIGITS}
+    start(constraints, grammars, num_output_ids=[4000, 2], output_ids=output)
+    begin(constraints, [0, 1])
+    assert allowed(constraints)[1] == "$0123456789"
+    problems = gain(constraints, [0, 1], ids("a3"))
+    assert [*problems] == [0]
+    assert "too many ways" in problems[0]
+
+
 def chain_of_rules(count: int) -> str:
     names = [
         f"{number:x}".translate(str.maketrans("0123456789", "ghijklmnop"))
