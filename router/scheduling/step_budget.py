@@ -212,28 +212,29 @@ def fill(budget: Budget, prompts: Prompts, min_chunk: int) -> list[int]:
         prompts: [dp_size] each rank's, in order.
         min_chunk: Tokens that each rank with prompts runs at least.
     """
-    prices, own, num_ranks = budget.prices, budget.own, len(prompts)
+    prices, num_ranks = budget.prices, len(prompts)
+    ranks = [rank for rank, waiting in enumerate(prompts) if waiting]  # the others run none
+    waiting, own = [prompts[rank] for rank in ranks], [budget.own[rank] for rank in ranks]
     sums = [
-        min(sum(prompt.left for prompt in rank), free) if rank else 0
-        for rank, free in zip(prompts, budget.num_free, strict=True)
+        min(sum(prompt.left for prompt in rank), budget.num_free[number])
+        for number, rank in zip(ranks, waiting, strict=True)
     ]
-    least = max(own)
+    least = max(budget.own)
     room = budget.seconds - budget.base + least  # for the level, and all that it runs
     whole = (
         decodes + sum(n * (prices.row + prices.pair * (done + n / 2)) for _, n, done, _ in rank)
-        for rank, decodes in zip(prompts, own, strict=True)
-        if rank
+        for rank, decodes in zip(waiting, own, strict=True)
     )
 
     def at(level: float) -> tuple[list[float], float]:
         counts = [
-            min(_tokens_in(prices, rank, level - decodes), most) if most else 0.0
-            for rank, decodes, most in zip(prompts, own, sums, strict=True)
+            min(_tokens_in(prices, rank, level - decodes), most)
+            for rank, decodes, most in zip(waiting, own, sums, strict=True)
         ]
         return counts, max(least, level) + prices.mean * sum(counts) / num_ranks - room
 
     counts = [float(most) for most in sums]
-    low, high = min(own), max((least, *whole))
+    low, high = min(budget.own), max((least, *whole))
     over = high + prices.mean * sum(sums) / num_ranks - room
     if over > 0:
         counts, under = at(low)
@@ -246,10 +247,10 @@ def fill(budget: Budget, prompts: Prompts, min_chunk: int) -> list[int]:
                 low, under, counts, over = level, rest, found, over / 2
             else:
                 high, over, under = level, rest, under / 2
-    return [
-        _with_rest(rank, max(int(count), min(min_chunk, most)), most) if most else 0
-        for rank, count, most in zip(prompts, counts, sums, strict=True)
-    ]
+    all_counts = [0] * num_ranks
+    for number, rank, count, most in zip(ranks, waiting, counts, sums, strict=True):
+        all_counts[number] = _with_rest(rank, max(int(count), min(min_chunk, most)), most)
+    return all_counts
 
 
 def _with_rest(prompts: SequenceOf[Prompt], count: int, most: int) -> int:
@@ -266,11 +267,11 @@ def seconds_of(budget: Budget, prompts: Prompts, counts: SequenceOf[int]) -> flo
     """Returns what a step takes that runs so many tokens of each rank's prompts."""
     prices = budget.prices
     longest = least = max(budget.own)
-    for rank, decodes, count in zip(prompts, budget.own, counts, strict=True):
-        if not rank:
+    for rank, waiting in enumerate(prompts):
+        if not waiting:
             continue
-        seconds = decodes
-        for _, left, done, _ in rank:
+        seconds, count = budget.own[rank], counts[rank]
+        for _, left, done, _ in waiting:
             num = min(left, count)
             seconds += num * (prices.row + prices.pair * (done + num / 2))
             count -= num
