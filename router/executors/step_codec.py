@@ -404,7 +404,7 @@ def _outside(rank: int, name: str, token_id: int, vocab_size: int) -> WrongAnswe
 
 def _check_gains(gains: bytes, plan: StepPlan, rank: int) -> Int32Array:
     """Returns how many tokens each sampling sequence of a rank gained."""
-    num_sampled, start = plan.num_sampled[rank], sum(plan.num_sampled[:rank])
+    num_sampled = plan.num_sampled[rank]
     if len(gains) != num_sampled * INT32_BYTES:
         raise WrongAnswer(
             rank,
@@ -414,7 +414,7 @@ def _check_gains(gains: bytes, plan: StepPlan, rank: int) -> Int32Array:
     gained = np.frombuffer(gains, INT32)
     limits = np.ones_like(gained)
     if plan.limits is not None:
-        limits = plan.limits[start : start + num_sampled]
+        limits = plan.limits[slice(*plan.decodes.row_set.cuts[rank : rank + 2])]
     is_wrong = (gained < 1) | (gained > limits)
     if is_wrong.any():
         batch, place = plan.batch(rank), int(is_wrong.argmax())
