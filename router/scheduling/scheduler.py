@@ -22,6 +22,7 @@ touches either. A step is planned in eight moves:
 Until enough steps were timed (`step_cost`), the level is one of tokens and nothing is held.
 """
 
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -99,6 +100,7 @@ class Scheduler:
         caches: [dp_size] prefix cache of each rank.
         num_preemptions: [dp_size] sequences that lost their blocks to others.
         gate: Knows whether drafts pay.
+        in_flight: Steps that were handed out and not committed, the earliest first.
     """
 
     def __init__(
@@ -139,6 +141,7 @@ class Scheduler:
         if speculation is not None:
             self._drafting = Drafting(self.table, self._blocks, speculation, self.gate)
         self._builder = StepBuilder(self.table, shape, speculation)
+        self.in_flight: deque[StepPlan] = deque()
         self._leaving: list[int] = []  # rows in PREEMPTED or ENDED
         self._hold = Hold(settings, clock())
         self._held: _Held | None = None  # what the last step did not run
@@ -162,6 +165,7 @@ class Scheduler:
         plan = self._builder.build(runs, chunks, limits)
         for chunk in chain.from_iterable(chunks):
             self._blocks.name(chunk.row)
+        self.in_flight.append(plan)
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> DraftCounts:
@@ -170,7 +174,8 @@ class Scheduler:
         Returns what came of its drafts, without sequences that have ended meanwhile.
         """
         table, is_speculative = self.table, plan.limits is not None
-        table.num_in_flight -= plan.runs
+        earliest = self.in_flight.popleft()
+        assert earliest is plan, "steps are answered in their order"
         hand_out_logprobs(plan, result)
         if table.num_constrained:
             self._fail_rows(result)
@@ -626,10 +631,11 @@ class Scheduler:
     def _free_left_rows(self) -> None:
         """Frees the rows that are leaving and that no step in flight runs, with their blocks."""
         table, leaving = self.table, self._leaving
-        left = [row for row in leaving if table.num_in_flight[row] == 0]
-        if not left:
+        running = [row for row in leaving if any(plan.runs[row] for plan in self.in_flight)]
+        if len(running) == len(leaving):
             return
-        self._leaving = [row for row in leaving if table.num_in_flight[row] > 0]
+        left = [row for row in leaving if row not in running]
+        self._leaving = running
         self._blocks.release(left)
         for row in left:
             if table.status[row] == RowStatus.PREEMPTED:

@@ -26,7 +26,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from router.requests.request import Columns, Int32Array, Sequence
+from router.requests.request import NO_LISTENER, Columns, Int32Array, Sequence
 from router.scheduling.columns import INT32_BYTES, Mask, Rows, RowSet
 from router.scheduling.kv.block_pool import BlockIds
 from router.scheduling.kv.prefix_cache import CachedPrefix
@@ -81,7 +81,6 @@ class SequenceTable:
         num_blocks: int32 [R], blocks in its row of `block_table`.
         num_sent_blocks: int32 [R], blocks of it that the executor knows.
         num_named_blocks: int32 [R], blocks of it that the prefix cache was told of.
-        num_in_flight: int8 [R], steps handed out and not committed that run it.
         num_taken: int32 [R], tokens that its listener has, prompt included.
         stop_ids: int32 [NUM_STOP_IDS, R], -1 where there are fewer.
         num_stop_ids: The most of them that any row has had; the rest of `stop_ids` is -1.
@@ -94,7 +93,7 @@ class SequenceTable:
         scores_output: bool [R], the executor returns log probabilities of its output.
         scores_prompt: bool [R], and of its prompt.
         listener: int32 [R], index of its listener.
-        is_columnar: bool [R], its listener takes its tokens as columns.
+        columnar_listener: int32 [R], the same if that takes its tokens as columns; else NO_LISTENER.
         tag: uint32 [R], what its listener calls it.
         flow: int32 [R], number of its flow.
         block_table: int32 [R, max_blocks].
@@ -141,7 +140,6 @@ class SequenceTable:
         self.num_blocks = np.zeros(num_rows, dtype=np.int32)
         self.num_sent_blocks = np.zeros(num_rows, dtype=np.int32)
         self.num_named_blocks = np.zeros(num_rows, dtype=np.int32)
-        self.num_in_flight = np.zeros(num_rows, dtype=np.int8)
         self.num_taken = np.zeros(num_rows, dtype=np.int32)
         self.num_stop_ids = self.num_constrained = self.num_scored = 0
         self.stop_ids = np.full((NUM_STOP_IDS, num_rows), -1, dtype=np.int32)
@@ -152,7 +150,7 @@ class SequenceTable:
         self.scores_output = np.zeros(num_rows, dtype=np.bool_)
         self.scores_prompt = np.zeros(num_rows, dtype=np.bool_)
         self.listener = np.zeros(num_rows, dtype=np.int32)
-        self.is_columnar = np.zeros(num_rows, dtype=np.bool_)
+        self.columnar_listener = np.zeros(num_rows, dtype=np.int32)
         self.tag = np.zeros(num_rows, dtype=np.uint32)
         self.flow = np.zeros(num_rows, dtype=np.int32)
         max_blocks = -(-max_model_len // block_size)
@@ -265,7 +263,7 @@ class SequenceTable:
         self.num_scored += bool(self.scores_output[row] or self.scores_prompt[row])
         self.is_inspected[row] = has_many_stop_ids or stop.has_stop_strings
         self.listener[row] = request.listener.index
-        self.is_columnar[row] = request.is_columnar
+        self.columnar_listener[row] = request.listener.index if request.is_columnar else NO_LISTENER
         self.tag[row] = request.tag
         self.block_table[row, :num_cached] = cached.blocks
         if self.has_windows:
@@ -295,12 +293,10 @@ class SequenceTable:
             self.num_constrained -= bool(sequence.request.grammar)
             self.sequences[sequence.row] = None
         self.num_taken[rows] = self.num_tokens.take(rows)  # nobody takes any here
-        self.listener[rows] = 0
-        self.is_columnar[rows] = False
+        self.listener[rows] = self.columnar_listener[rows] = NO_LISTENER
 
     def free_row(self, row: int) -> None:
         """Gives a row back. Its sequence is detached and no step in flight runs it."""
-        assert self.num_in_flight[row] == 0
         assert self.sequences[row] is None
         self.status[row] = RowStatus.FREE
         self._free_rows[self.rank_of(row)].append(row)
@@ -324,8 +320,7 @@ class SequenceTable:
         """Returns the output tokens of a listener's columnar rows since the last call."""
         num_new = self.num_tokens - self.num_taken
         has_new = num_new > 0
-        has_new &= self.is_columnar
-        has_new &= self.listener == listener
+        has_new &= self.columnar_listener == listener
         rows = np.flatnonzero(has_new)
         if num_new.max() <= 1:  # nobody is behind, of any listener: half the work
             self.num_taken += has_new

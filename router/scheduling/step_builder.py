@@ -114,7 +114,6 @@ class StepBuilder:
             runs[[chunk.row for chunk in chain.from_iterable(chunks)]] = True
         if table.num_scored:
             self._add_scorings(mixed, columns)
-        table.num_in_flight += runs
         agreement = self._agree(decodes, counts, has_extend=has_extend, num_drafts=num_draft_tokens)
         sampled = sampled_rows, counts.sampled
         return StepPlan(agreement, columns, mixed, runs, *sampled, limits, kv_tokens, num_pairs)

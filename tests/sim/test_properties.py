@@ -77,7 +77,7 @@ class Checked(Lockstep):
         work = super().plan(now)
         if had_bound and work is not None and not sum(work.kv):
             assert work.pairs is not None, "nothing decodes, and prompts wait all the same"
-        if work is None and not table.num_in_flight.any():
+        if work is None and not self.scheduler.in_flight:
             assert not len(self.waiting), "nothing runs, and something waits"
         rows = table.live_rows().tolist()
         for caller, flow in self.waiting.line:

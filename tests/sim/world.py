@@ -334,7 +334,7 @@ class World:
             if scheduler is None:  # forming again
                 continue
             assert (scheduler.table.status == RowStatus.FREE).all()
-            assert (scheduler.table.num_in_flight == 0).all()
+            assert not scheduler.in_flight
             for cache in scheduler.caches:
                 check_cache(cache)
                 assert cache.pool.num_used == 0

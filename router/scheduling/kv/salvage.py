@@ -48,7 +48,7 @@ def salvage(
         rows = bound[start:end].tolist()
         is_void = np.zeros(cache.pool.num_blocks, dtype=np.bool_)
         for row in rows:
-            if table.num_in_flight[row]:
+            if any(plan.runs[row] for plan in lost):
                 first = int(num_computed[row]) // table.block_size
                 is_void[table.blocks_of(row)[first:]] = True
                 is_void[

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from router.requests.request import Listener, Listeners, Sequence
+from router.requests.request import NO_LISTENER, Listener, Listeners, Sequence
 from router.scheduling.kv.prefix_cache import NO_PREFIX, CachedPrefix
 from router.scheduling.sequence_table import NUM_STOP_IDS, RowStatus, SequenceTable
 from tests.router.support.requests import make_request
@@ -128,7 +128,7 @@ def test_columns_hold_one_listeners_columnar_rows_in_row_order(listeners: Listen
         table.bind(make_sequence([1, 2], listener, tag), rank, NO_PREFIX)
         for tag, (listener, rank) in enumerate([(ours, 0), (theirs, 0), (ours, 1), (ours, 1)])
     ]
-    table.is_columnar[rows[3]] = False
+    table.columnar_listener[rows[3]] = NO_LISTENER
     for row, tokens in zip(rows, [[5], [6], [7, 8, 9], [4]], strict=True):
         give(table, row, tokens)
     columns = table.take_columns(ours.index)

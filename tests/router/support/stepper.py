@@ -175,7 +175,8 @@ class Stepper:
         taken = np.zeros(len(table.status), np.int32)
         for plan in self.in_flight:
             taken += plan.runs
-        assert (table.num_in_flight == taken).all()
+        assert list(map(id, self.scheduler.in_flight)) == list(map(id, self.in_flight))
+        assert not taken[table.status == RowStatus.FREE].any()
         is_bound = table.status != RowStatus.FREE
         assert (table.num_tokens <= table.max_len)[is_bound].all()
         assert (table.num_computed <= table.max_computed)[is_bound].all()
@@ -183,13 +184,13 @@ class Stepper:
         # What is in flight may gain nothing; what is not is known to the last token.
         is_decode = table.status == RowStatus.DECODE
         assert (table.num_computed >= table.num_tokens - 1)[is_decode].all()
-        is_known = is_decode & (table.num_in_flight == 0)
+        is_known = is_decode & (taken == 0)
         assert (table.num_computed == table.num_tokens - 1)[is_known].all()
         if table.has_windows:
             num_past = np.maximum(table.num_computed // table.block_size - table.window_reach, 0)
             is_live = is_decode | (table.status == RowStatus.EXTEND)
             assert (table.num_past_blocks <= num_past)[is_live].all()
-            is_answered = is_live & (table.num_in_flight == 0)
+            is_answered = is_live & (taken == 0)
             assert (table.num_past_blocks == num_past)[is_answered].all()
 
     def check_idle(self) -> None:
