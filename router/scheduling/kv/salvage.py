@@ -57,7 +57,11 @@ def salvage(
         cache.unname(is_void)
         for row in rows:
             full = table.blocks_of(row)[: num_computed[row] // table.block_size]
-            void_at = np.flatnonzero(is_void[full])
+            is_gone = is_void[full]
+            if table.has_windows:  # its blocks may be of another row than those of all layers
+                past = table.num_past_blocks[row]
+                is_gone[past:] |= is_void[table.window_block_table[row, past : len(full)]]
+            void_at = np.flatnonzero(is_gone)
             if len(void_at):  # found in the cache, while the step that writes it was in flight
                 num_computed[row] = void_at[0] * table.block_size
                 full = full[: void_at[0]]

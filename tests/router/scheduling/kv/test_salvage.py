@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from router.requests.request import Request, Suspicion
-from router.scheduling.kv.prefix_cache import NO_PREFIX, PrefixCache, part_name
+from router.scheduling.kv.prefix_cache import NO_PREFIX, WINDOW, PrefixCache, part_name
 from tests.router.support.stepper import (
     CHAIN,
     Stepper,
@@ -73,6 +73,32 @@ def test_what_was_built_on_a_lost_step_is_lost_with_it() -> None:
     assert named(world) == 2
     assert [s.progress.num_computed_tokens for r in (first, other) for s in r.sequences] == [8, 8]
     finish(world, first, other)
+
+
+def test_what_a_lost_step_wrote_for_windowed_layers_is_lost_though_the_rest_was_there_before() -> (
+    None
+):
+    """One finds blocks of an ended sequence, and of a step in flight those for windowed layers."""
+    world = Stepper(make_shape(kv_window=5))
+    prompt, [cache] = PROMPT[:6], world.scheduler.caches
+    finish(world, world.submit(prompt))
+    [window_block] = [cache._block_of[name] for name in cache._block_of if name.endswith(WINDOW)][
+        :1
+    ]
+    evicted = np.array([window_block], dtype=np.int32)
+    cache.pool.discard(evicted)
+    cache._forget(evicted)
+    first = world.submit(prompt, max_tokens=20)
+    world.plan()
+    other = world.submit(prompt, max_tokens=20)
+    world.plan()
+    rows = [request.sequences[0].row for request in (first, other)]
+    full, windows = world.table.block_table[rows, 0], world.table.window_block_table[rows, 0]
+    assert (full[0] == full[1], windows[0] == windows[1]) == (False, True)
+    world.lose()
+    assert [s.progress.num_computed_tokens for r in (first, other) for s in r.sequences] == [0, 0]
+    finish(world, first, other)
+    assert_right(first, other)
 
 
 def test_a_block_that_was_computed_gets_the_name_that_a_lost_one_had() -> None:
