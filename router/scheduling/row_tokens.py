@@ -17,7 +17,7 @@ import numpy as np
 from router.requests.request import Int32Array
 from router.scheduling.columns import Mask, Rows, spread
 
-LATEST = 64  # steps whose tokens are columns; more of them would not stay in the caches
+LATEST = 64  # steps whose tokens are columns: the more, the fewer rows are moved in a step
 MIN_MOVED = 1024  # rows at a time
 NO_TOKEN = -2  # in a column, where a row has none; -1 in `stop_ids` never equals it
 
@@ -42,7 +42,7 @@ class RowTokens:
         self._starts = np.arange(num_rows) * max_len
         self._recent = np.full((LATEST, num_rows), NO_TOKEN, dtype=np.int32)
         self._oldest = 0  # of these columns, and the next that is written
-        self._is_recent = False  # whether any of them has a token
+        self._num_recent = 0  # of these columns, before the next one, that have tokens
         self._num_moved = max(MIN_MOVED, -(-num_rows // LATEST))
         self._moves_every = LATEST // -(-num_rows // self._num_moved)  # steps
         # As many tokens as there are columns, wherever they begin: moved as one item of numpy.
@@ -74,7 +74,7 @@ class RowTokens:
         has_token = column != NO_TOKEN
         np.copyto(self.last, column, where=has_token)
         self._num_tokens += has_token
-        self._is_recent = True
+        self._num_recent = min(self._num_recent + 1, LATEST)
         turn, is_over = divmod(self._oldest, self._moves_every)
         self._oldest = (self._oldest + 1) % LATEST
         if not is_over:
@@ -83,10 +83,9 @@ class RowTokens:
 
     def add_runs(self, rows: Rows, tokens: Int32Array, counts: Int32Array) -> None:
         """Adds several tokens to each of some rows, end to end; `keep` counts them."""
-        if self._is_recent:
+        if self._num_recent:
             self.settle(np.arange(len(self._starts)))
-            self._recent.fill(NO_TOKEN)
-            self._is_recent = False
+            self._num_recent = 0
         starts = self._starts.take(rows) + self._num_tokens.take(rows)
         self._flat[spread(starts, counts)] = tokens
 
@@ -98,8 +97,8 @@ class RowTokens:
 
     def of(self, row: int) -> Int32Array:
         """Returns a row's tokens; no copy."""
-        column, end = self._recent[:, row], int(self._num_tokens[row])
-        recent = np.concatenate((column[self._oldest :], column[: self._oldest]))
+        end = int(self._num_tokens[row])
+        recent = np.concatenate([part[:, row] for part in self._last_columns()])
         recent = recent[recent != NO_TOKEN]
         self._rows[row, end - len(recent) : end] = recent
         tokens: Int32Array = self._rows[row, :end]
@@ -128,22 +127,29 @@ class RowTokens:
 
     def settle(self, rows: Rows) -> None:
         """Writes the recent tokens of rows to where they belong; to be there twice does no harm."""
-        columns = self._recent.take(rows, axis=1)
-        columns = np.concatenate((columns[self._oldest :], columns[: self._oldest]))
+        columns = np.concatenate([part.take(rows, axis=1) for part in self._last_columns()])
         has_token = columns != NO_TOKEN
         num_left = has_token[::-1].cumsum(axis=0)[::-1]  # of the row, from this column on
         places = self._starts.take(rows) + self._num_tokens.take(rows) - num_left
         self._flat[places[has_token]] = columns[has_token]
 
+    def _last_columns(self) -> list[Int32Array]:
+        """Returns the columns that have tokens, the earliest first, in one part or two."""
+        first = self._oldest - self._num_recent
+        newest = self._recent[max(0, first) : self._oldest]
+        return [newest] if first >= 0 else [self._recent[first:], newest]
+
     def _move(self, start: int, end: int) -> None:
         """Settles rows from ``start`` to before ``end``, nearly all of which gain a token in each step."""
-        part = slice(start, end)
-        recent = self._recent[:, part]
-        columns = np.concatenate((recent[self._oldest :], recent[: self._oldest]))
+        if self._num_recent < LATEST:
+            self.settle(np.arange(start, min(end, len(self._starts))))
+            return
+        rows = slice(start, end)
+        columns = np.concatenate([part[:, rows] for part in self._last_columns()])
         is_full = (columns != NO_TOKEN).all(axis=0)
         full = np.flatnonzero(is_full)
         items = np.ascontiguousarray(columns.T).view(self._item).reshape(-1)
-        places = self._starts[part] + self._num_tokens[part] - LATEST
+        places = self._starts[rows] + self._num_tokens[rows] - LATEST
         self._items[places.take(full)] = items.take(full)
         if len(full) < len(is_full):
             self.settle(np.flatnonzero(~is_full) + start)
