@@ -160,7 +160,13 @@ def hand_out_logprobs(plan: StepPlan, result: StepResult) -> None:
 def _hand_out_logprobs(
     scorings: SequenceOf[Scoring], scores: Scores, first_tokens: Int32Array
 ) -> None:
-    """Hands out one rank's, to whose sequences that sample the first tokens belong."""
+    """Hands out one rank's scores.
+
+    Args:
+        scorings: Who gets them.
+        scores: What the rank answered.
+        first_tokens: int32, of each of the rank's sequences that sample, and of ranks behind it.
+    """
     position, top_position, given_position = 0, 0, 0
     for scoring in scorings:
         output = scoring.sequence.request.output
