@@ -35,7 +35,7 @@ from router.api.text import Tokenizer
 from router.config import RouterConfig
 from router.engine.engine import Engine
 from router.engine.engines import Engines, Observer
-from router.executors.attendance import ROUTER_ID
+from router.executors.attendance import new_router_id
 from router.executors.discovery import find_addresses, strength_of
 from router.executors.group import ExecutorGroup
 from router.requests.request import Listeners
@@ -65,13 +65,14 @@ async def run(config: RouterConfig) -> None:
     tokenizer = _open_tokenizer(config, cleanup)
     interceptors, observers = _start_tracing(config, cleanup)
     observers = [RequestLog(lambda group: by_group[group].ids()), *observers]
+    router_id = new_router_id()
     engines = Engines(
         Listeners(config.max_calls),
         failover_after_s=config.failover_after_s,
         observers=observers,
-        router_id=ROUTER_ID.hex(),
+        router_id=router_id.hex(),
     )
-    groups = [_connect(config, addresses) for addresses in config.groups]
+    groups = [_connect(config, addresses, router_id) for addresses in config.groups]
     by_group = [
         _build_engine(config, engines, number, group) for number, group in enumerate(groups)
     ]
@@ -131,9 +132,10 @@ def _open_tokenizer(config: RouterConfig, cleanup: AsyncExitStack) -> Tokenizer 
     return Tokenizer(file, chat)
 
 
-def _connect(config: RouterConfig, addresses: tuple[str, ...]) -> ExecutorGroup:
+def _connect(config: RouterConfig, addresses: tuple[str, ...], router_id: bytes) -> ExecutorGroup:
     opener = config.opener(addresses)
-    return ExecutorGroup(find_addresses(addresses), config, opener, strength_of(addresses))
+    strength = strength_of(addresses)
+    return ExecutorGroup(find_addresses(addresses), config, opener, strength, router_id)
 
 
 def _build_engine(

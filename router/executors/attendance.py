@@ -31,7 +31,12 @@ LONG_AWAY_S = 30.0  # for which one is called so often, as an address may be gon
 REFUSED_RETRY_S = 1.0  # one that is there, and takes no such call now; or was away for so long
 FLOOD_GAP_S = 0.01  # between beats; of an executor that sends more, few are read
 
-ROUTER_ID = secrets.token_bytes(16)
+ROUTER_ID_BYTES = 16
+
+
+def new_router_id() -> bytes:
+    """Returns what executors know a router by, until it ends."""
+    return secrets.token_bytes(ROUTER_ID_BYTES)
 
 
 @dataclass(slots=True)

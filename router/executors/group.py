@@ -43,7 +43,7 @@ from router.errors import (
     GroupHeld,
     ReasonUnknown,
 )
-from router.executors.attendance import ATTEND, MAX_BEAT_BYTES, ROUTER_ID, Attendance
+from router.executors.attendance import ATTEND, MAX_BEAT_BYTES, Attendance, new_router_id
 from router.executors.description_bounds import MAX_INSTANCE_ID_LEN, problem_of
 from router.executors.discovery import FindAddresses
 from router.executors.elastic import (
@@ -146,7 +146,8 @@ class ExecutorGroup:
         settings: What the operator said.
         opener: Opens channels; None is plain text, and no token.
         strength: How many executors are in it; None: it is not elastic, and all of them are.
-        router_id: Of this router: who has taken the executors keeps others out.
+        router_id: Of this router, which keeps others out once it has taken the executors; None: one of its
+            own.
 
     Attributes:
         deadline: Says how long a step may take, from its sending or the answer before it.
@@ -158,7 +159,7 @@ class ExecutorGroup:
         settings: GroupSettings,
         opener: ChannelOpener | None = None,
         strength: Strength | None = None,
-        router_id: bytes = ROUTER_ID,
+        router_id: bytes | None = None,
     ) -> None:
         self._opener = opener or ChannelOpener()
         self._settings = settings
@@ -182,11 +183,11 @@ class ExecutorGroup:
         self._asking: asyncio.Task[None] | None = None  # why this epoch is over
         self._loss: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._suspicion = Suspicion(settings.silent_after_ms / 1000)
-        self._router_id = router_id
+        self._router_id = router_id or new_router_id()
         self._is_driver = False  # from before executors are taken until they are another router's
         self._attendance = Attendance(
             self._suspicion,
-            router_id=router_id,
+            router_id=self._router_id,
             is_driver=lambda: self._is_driver,
             epoch=lambda address: self._epoch if address in self._driven else 0,
             on_tick=self._judge,

@@ -17,7 +17,7 @@ from protos.serving.v1 import serving_pb2 as pb
 from protos.settings import check_settings
 from router.errors import ExecutorLost
 from router.executors import attendance, group
-from router.executors.attendance import ROUTER_ID, TICK_S, Attendance
+from router.executors.attendance import TICK_S, Attendance
 from router.executors.group import ExecutorGroup, GroupSettings
 from router.executors.suspicion import MIN_SILENT_AFTER_MS, MemberState, Suspicion
 from tests.router.support.peers import (
@@ -93,7 +93,7 @@ class Fake:
 def attendance_of(epoch: Callable[[str], int]) -> Attendance:
     return Attendance(
         Suspicion(0.45),
-        router_id=ROUTER_ID,
+        router_id=b"router",
         epoch=epoch,
         is_driver=lambda: True,
         on_tick=lambda now: None,
@@ -233,7 +233,7 @@ async def test_executors_hear_from_their_router_which_epoch_it_drives() -> None:
     async with attended_group(1) as (executors, peers):
         peer = peers[0, 0]
         await until(lambda: any(beat.epoch for beat in peer.attended))
-        assert {beat.router_id for beat in peer.attended} == {ROUTER_ID}
+        assert {beat.router_id for beat in peer.attended} == {executors._router_id}
         assert peer.attended[-1].epoch == executors._epoch
 
 

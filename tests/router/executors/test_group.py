@@ -25,6 +25,7 @@ from tests.router.support.peers import (
     Stopping,
     formed_group,
     group_of,
+    leave,
     nothing,
     plan_step,
     run_group,
@@ -72,8 +73,10 @@ async def test_a_rank_has_its_kv_while_each_of_its_executors_has_and_nobody_else
         assert (await group.form()).kv_ids == (one, other)
 
         stranger = group_of(list(group._channels))
+        leave(peers)
         await stranger.form()
         await stranger.close()
+        leave(peers)
         third = (await group.form()).kv_ids
         assert len({*first, one, other, *third}) == 5
         peers[0, 0].kv_id = ""

@@ -16,6 +16,7 @@ from tests.router.support.peers import (
     WATCHFUL,
     Peers,
     StaleEpoch,
+    leave,
     run_group,
     run_step,
     until,
@@ -37,11 +38,6 @@ async def two_routers() -> AsyncIterator[tuple[ExecutorGroup, ExecutorGroup, Pee
             yield driver, other, peers
         finally:
             await other.close()
-
-
-def leave(peers: Peers) -> None:
-    for peer in peers.values():
-        peer.driver.has_stream = False
 
 
 async def test_a_router_that_is_refused_disturbs_nobody_and_says_that_it_stands_by() -> None:

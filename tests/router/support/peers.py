@@ -324,6 +324,12 @@ def group_of(addresses: Sequence[str], settings: GroupSettings = NEVER_LATE) -> 
     return ExecutorGroup(find_addresses(addresses), settings)
 
 
+def leave(peers: Peers) -> None:
+    """Lets other routers take them."""
+    for peer in peers.values():
+        peer.driver.has_stream = False
+
+
 @asynccontextmanager
 async def run_group(
     dp_size: int,
