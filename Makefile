@@ -87,7 +87,7 @@ check: $(DEV)
 	$(BIN)/buf breaking protos --against $(RELEASED)
 
 sim: $(DEV)
-	LOCKSTEP_SIM_SEEDS=1000 $(BIN)/python -m pytest tests/sim $(ARGS)
+	LOCKSTEP_SIM_SEEDS=1000 $(BIN)/python -m pytest tests/sim tests/together/fuzz/test_two_routers.py $(ARGS)
 
 nothing-stops: $(DEV)
 	@$(BIN)/python -m tests.e2e.nothing_stops $(ARGS)
