@@ -12,14 +12,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from deploy.local.demo_tasks import token_ids
-from deploy.local.launch import LocalStack
+from deploy.local.launch import STOP_TIMEOUT_S, LocalStack
 from router.client import CallFailed, Client
 from tests.bench.router import bench_beats
 from tests.bench.router.bench_formings import (
@@ -29,12 +29,14 @@ from tests.bench.router.bench_formings import (
 )
 from tests.e2e.chaos import Report, streaming
 from tests.e2e.conftest import PATIENT_STEPS, SAME_ANSWERS
+from tests.e2e.support.envoy import envoy_before
 from tests.e2e.support.logs import logged, records, scraped
 from tests.e2e.support.poisoned_executor import POISON
 from tests.e2e.support.stacks import PoisonedStack, served, supervised
 
 REQUIRED_GAP_S = 1.3
 REQUIRED_NOTICED_S = 0.65, 1.0  # median, and at most
+REQUIRED_TAKEOVER_S = 0.4, 1.0  # median, and at most
 PAUSE_S = (0.7, 2.0)
 NUM_BUSY_LOOPS = 4
 MANY_STEPS = 20
@@ -42,7 +44,7 @@ STEADY_S = 2.0  # until streams that a fault held up have gone on for a while
 REQUIRED_KEPT = 0.97  # of the tokens of sequences whose rank lost no executor
 STEP_MS = 14.0  # of the demo model's
 METRICS = ("--metrics-listen", "127.0.0.1:0")
-NOT_BUILT = "Not built yet, so not listed: spares, smaller groups, a standby router."
+NOT_BUILT = "Not built yet, so not listed: spares, smaller groups."
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Size:
     num_streams: int = 64
     num_kills: int = 20
     num_router_kills: int = 10
+    num_double_kills: int = 5
+    num_updates: int = 5
     num_stops: int = 20
     num_pauses: int = 10
     num_turns: int = 20
@@ -97,6 +101,10 @@ async def table(size: Size, folder: Path) -> AsyncIterator[Line]:
     yield await busy(size, folder / "busy")
     yield await poison(size, folder / "poison")
     yield await router_kills(size, folder / "router")
+    yield await takeovers(size, folder / "takeovers")
+    yield await takeovers(size, folder / "envoy", has_envoy=True)
+    yield await double_kills(size, folder / "both")
+    yield await updates(size, folder / "updates")
     yield await beats(size)
 
 
@@ -331,6 +339,104 @@ async def beats(size: Size) -> Line:
     )
 
 
+async def takeovers(size: Size, log_dir: Path, *, has_envoy: bool = False) -> Line:
+    """The router that drives is killed, the other takes over, and it is started again to stand by."""
+    report = await _break_routers(
+        size, log_dir, size.num_router_kills, _kill_router, has_envoy=has_envoy
+    )
+    median_s, longest_s = statistics.median(report.gaps_s[1:]), max(report.gaps_s[1:])
+    required_median_s, required_s = REQUIRED_TAKEOVER_S
+    return Line(
+        f"{size.num_router_kills} times the router that drives killed, another standing by"
+        + (", behind Envoy" if has_envoy else ""),
+        f"the library's callers: 0 failed, 0 wrong; gap: median ≤ {required_median_s}, "
+        f"max ≤ {required_s} s",
+        f"{_streams(report)}; gap median {median_s:.2f}, max {longest_s:.2f} s",
+        not report.wrong,
+        median_s <= required_median_s and longest_s <= required_s,
+    )
+
+
+async def double_kills(size: Size, log_dir: Path) -> Line:
+    """The router that drives and an executor are killed at once; the supervisor starts both again."""
+    report = await _break_routers(size, log_dir, size.num_double_kills, _kill_both)
+    return Line(
+        f"{size.num_double_kills} times the router that drives and an executor killed within 10 ms",
+        "0 failed, 0 wrong",
+        f"{_streams(report)}; gap median {statistics.median(report.gaps_s[1:]):.2f}, "
+        f"max {max(report.gaps_s[1:]):.2f} s",
+        not report.wrong,
+    )
+
+
+async def updates(size: Size, log_dir: Path) -> Line:
+    """The router that drives is told to stop, hands over, and is started again to stand by."""
+    report = await _break_routers(size, log_dir, size.num_updates, _stop_router)
+    return Line(
+        f"{size.num_updates} planned updates of the router that drives",
+        "0 failed, 0 wrong",
+        f"{_streams(report)}; gap median {statistics.median(report.gaps_s[1:]):.2f}, "
+        f"max {max(report.gaps_s[1:]):.2f} s",
+        not report.wrong,
+    )
+
+
+async def _kill_router(stack: LocalStack, number: int) -> None:
+    await stack.routers[number].kill()
+
+
+async def _kill_both(stack: LocalStack, number: int) -> None:
+    await asyncio.gather(stack.routers[number].kill(), stack.executors[number].kill())
+
+
+async def _stop_router(stack: LocalStack, number: int) -> None:
+    assert await stack.routers[number].stop(STOP_TIMEOUT_S) == 0, "it did not end well"
+
+
+async def _break_routers(
+    size: Size,
+    log_dir: Path,
+    num_times: int,
+    break_one: Callable[[LocalStack, int], Awaitable[None]],
+    *,
+    has_envoy: bool = False,
+) -> Report:
+    """Breaks the router that drives, of two, again and again, and starts it again."""
+    report = Report()
+    async with AsyncExitStack() as exits:
+        settings = {"executor_args": size.executor_args, "router_args": PATIENT_STEPS}
+        entered = served(log_dir, num_routers=2, **settings)
+        stack, client = await exits.enter_async_context(entered)
+        if has_envoy:
+            envoy = await exits.enter_async_context(envoy_before(stack.addresses, log_dir))
+            client = await exits.enter_async_context(Client(envoy.address))
+        await exits.enter_async_context(supervised(stack))
+        streams = streaming(client, size.num_streams, random.Random(6), report)
+        await exits.enter_async_context(streams)
+        for _ in range(num_times):
+            await asyncio.sleep(size.steady_s)
+            driver = await _driver_of(stack)
+            report.note(f"{stack.routers[driver].name} broken")
+            await break_one(stack, driver)
+            await stack.start_router_again(driver)
+            async with Client(stack.addresses[await _driver_of(stack)]) as other:
+                await _gone_on(other, size.num_streams)
+        await asyncio.sleep(size.steady_s)
+    return report
+
+
+async def _driver_of(stack: LocalStack) -> int:
+    """Returns the number of the router that takes requests, once another one stands by."""
+    async with AsyncExitStack() as exits:
+        clients = [await exits.enter_async_context(Client(each)) for each in stack.addresses]
+        while True:
+            for number, client in enumerate(clients):
+                status = await client.get_router_status()
+                if status.is_ready and status.groups[0].num_standbys:
+                    return number
+            await asyncio.sleep(0.01)
+
+
 async def _gone_on(client: Client, num_streams: int) -> None:
     """Returns when nearly all streams are back and have had tokens.
 
@@ -369,6 +475,8 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=usual.num_streams)
     parser.add_argument("--kills", type=int, default=usual.num_kills)
     parser.add_argument("--router-kills", type=int, default=usual.num_router_kills)
+    parser.add_argument("--double-kills", type=int, default=usual.num_double_kills)
+    parser.add_argument("--updates", type=int, default=usual.num_updates)
     parser.add_argument("--formings", type=int, default=usual.num_formings)
     parser.add_argument("--stops", type=int, default=usual.num_stops)
     parser.add_argument("--pauses", type=int, default=usual.num_pauses)
@@ -379,6 +487,8 @@ def main() -> None:
         num_streams=args.streams,
         num_kills=args.kills,
         num_router_kills=args.router_kills,
+        num_double_kills=args.double_kills,
+        num_updates=args.updates,
         num_formings=args.formings,
         num_stops=args.stops,
         num_pauses=args.pauses,

@@ -9,6 +9,8 @@ SMALL = Size(
     num_streams=8,
     num_kills=1,
     num_router_kills=1,
+    num_double_kills=1,
+    num_updates=1,
     num_formings=10,
     num_stops=1,
     num_pauses=1,
@@ -26,4 +28,4 @@ async def test_each_line_is_measured_and_nothing_is_lost_or_wrong(tmp_path: Path
     for line in lines:
         print(line)
 
-    assert [line.is_right for line in lines] == [True] * 9
+    assert [line.is_right for line in lines] == [True] * 13
