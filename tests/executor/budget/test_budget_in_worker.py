@@ -204,6 +204,7 @@ def test_a_small_first_step_does_not_size_what_a_large_one_needs(tiny_checkpoint
 # Another value of each setting in which members may not differ.
 OTHERWISE: dict[str, Any] = {
     "dp_size": 4,
+    "max_dp_size": 4,
     "attn_tp_size": 2,
     "ep_size": 1,
     "moe_dense_tp_size": 1,
@@ -236,11 +237,13 @@ DRAFTING_OTHERWISE: dict[str, Any] = {
 }
 BESIDE_IT = {
     "ep_size": {"moe_a2a": "none"},
+    "max_dp_size": {"dp_size": 1, "max_dp_size": 2},
     "quantized_dispatch": {"dp_size": 1, "moe_a2a": "flashinfer"},
     "weights": {"dtype": "bfloat16"},
     "num_draft_tokens": {"draft_topk": 2},
 }
 AGREED_AS = {
+    "max_dp_size": "dp_size",
     "decode_graphs": "decode_graph_sizes",
     "prefill_graph_sizes": "extend_graph_sizes",
     "draft_model": "draft_fingerprint",
@@ -250,7 +253,10 @@ AGREED_AS = {
 # may not differ, nor the fingerprint of its model), and its resources.
 RANKS = {"dp_rank", "node_rank", "dp_ranks_per_node", "attn_tp_rank"}
 PLACE = {"model", "device", "advertised_host", "anonymous_callers", "check", *RANKS}
-RESOURCES = {"num_kv_blocks", "kv_cache_bytes", "num_threads", "peer_timeout_s", "stop_timeout_s"}
+RESOURCES = {
+    *("num_kv_blocks", "kv_cache_bytes", "min_dp_size", "num_threads"),
+    *("peer_timeout_s", "stop_timeout_s"),
+}
 
 
 def member_agreement(path: Path, **settings: Any) -> dict[str, str]:
