@@ -46,6 +46,8 @@ class LocalStack:
         attn_tp_size: Executors of each.
         num_groups: Groups of `dp_size * attn_tp_size` executors each.
         num_routers: Of them one drives, and the others stand by.
+        min_dp_size: With how many DP ranks a group still serves; None: it is not elastic.
+        spares: Further executors of each elastic group.
         executor_args: Flags for every executor.
         rank_args: Further flags for one executor, by its number.
         router_args: Flags for the router.
@@ -59,7 +61,8 @@ class LocalStack:
         addresses: Where each router listens.
         routers: Their processes.
         executors: Their processes, by number: in the first group dp_rank * attn_tp_size +
-            attn_tp_rank, and in each further one what follows.
+            attn_tp_rank and then its spares, and in each further one what follows. In an elastic group
+            these are their ranks at first.
         on_restart: Is told, in words, of each executor that `supervise` starts again.
     """
 
@@ -69,6 +72,8 @@ class LocalStack:
     attn_tp_size: int = 1
     num_groups: int = 1
     num_routers: int = 1
+    min_dp_size: int | None = None
+    spares: int = 0
     executor_args: Sequence[str] = ()
     rank_args: Mapping[int, Sequence[str]] = field(default_factory=dict)
     router_args: Sequence[str] = ()
@@ -134,7 +139,7 @@ class LocalStack:
 
     @property
     def _group_size(self) -> int:
-        return self.dp_size * self.attn_tp_size
+        return self.dp_size * self.attn_tp_size + self.spares
 
     async def restart_executor(self, dp_rank: int, attn_tp_rank: int = 0) -> None:
         """Kills an executor and starts it again at the same address; returns when it listens."""
@@ -262,8 +267,11 @@ class LocalStack:
             name = f"group-{group}-{name}"
         args = [
             *("-m", "executor", "--model", str(self.model), "--listen", listen),
-            *("--dp-rank", str(dp_rank), "--dp-size", str(self.dp_size)),
         ]
+        if self.min_dp_size is None:
+            args += ["--dp-rank", str(dp_rank), "--dp-size", str(self.dp_size)]
+        else:
+            args += ["--min-dp-size", str(self.min_dp_size), "--max-dp-size", str(self.dp_size)]
         if self.attn_tp_size > 1:
             name += f".{attn_tp_rank}"
             args += ["--attn-tp-rank", str(attn_tp_rank)]
@@ -276,10 +284,18 @@ class LocalStack:
         args = ["-m", "router", "--listen", listen, "--model-name", self.model.name]
         for first in range(0, self.num_executors, self._group_size):
             addresses = self.executor_addresses[first : first + self._group_size]
-            args += ["--group", ",".join(addresses)]
+            args += ["--group", ",".join(addresses) + self._sizes]
         if (self.model / "tokenizer.json").is_file():
             args += ["--tokenizer", str(self.model)]
         return self._start_process(name, [*args, *self.router_args])
+
+    @property
+    def _sizes(self) -> str:
+        """What makes a group elastic, behind its addresses."""
+        if self.min_dp_size is None:
+            return ""
+        size = self.dp_size * self.attn_tp_size
+        return f"?size={size}&min={self.min_dp_size * self.attn_tp_size}"
 
     def _start_process(self, name: str, args: Sequence[str]) -> Process:
         assert self.log_dir is not None, "known within `async with`"

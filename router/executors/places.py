@@ -19,8 +19,8 @@ def candidate_of(member: Member) -> Candidate:
     told = member.description
     if not told.HasField("capability"):
         raise GroupMismatch(
-            f"{member} is not elastic, and its group has min=: start it with --min-dp-size and "
-            f"--max-dp-size, or leave min= out"
+            f"{member} is not elastic, and its group has min=: start it with --max-dp-size, or leave min= "
+            f"out"
         )
     return Candidate(
         address=member.address,
