@@ -145,7 +145,7 @@ class LocalStack:
         """Kills an executor and starts it again at the same address; returns when it listens."""
         world_rank = dp_rank * self.attn_tp_size + attn_tp_rank
         await self.executors[world_rank].kill()
-        await self._start_again(world_rank)
+        await self.start_again(world_rank)
 
     async def supervise_executors(self) -> None:
         """Starts every executor again that ends, at the same address, until it is cancelled.
@@ -181,7 +181,7 @@ class LocalStack:
             timeout_s: How long it may take before it is killed.
         """
         exit_code = await self.executors[world_rank].stop(timeout_s)
-        await self._start_again(world_rank)
+        await self.start_again(world_rank)
         return exit_code
 
     async def restart_router(self, timeout_s: float = 60.0) -> int:
@@ -254,7 +254,8 @@ class LocalStack:
             return listen
         return f"127.0.0.1:{self._cleanup.enter_context(held_port())}"
 
-    async def _start_again(self, number: int) -> None:
+    async def start_again(self, number: int) -> None:
+        """Starts an executor that has ended at the same address; returns when it listens."""
         executor = self._start_executor(number, self.executor_addresses[number])
         self.executors[number] = executor
         await executor.event("listening")

@@ -1,0 +1,73 @@
+"""A group goes on without executors that stay away, and its answers do not change by it."""
+
+import asyncio
+from pathlib import Path
+
+from deploy.local.demo_tasks import solved_lines
+from router.client import Client
+from tests.e2e.conftest import FLOAT32_ARGS, PATIENT_STEPS
+from tests.e2e.support.logs import logged
+from tests.e2e.support.stacks import served
+from tests.e2e.support.streams import long_stream
+
+PROMPTS = [solved_lines(number, 60 * number) + "\n17+25=" for number in range(1, 7)]
+
+
+async def answers(client: Client) -> list[list[int]]:
+    return list(await asyncio.gather(*[long_stream(client, prompt=p) for p in PROMPTS]))
+
+
+async def test_three_executors_become_one_and_three_again_and_answer_as_one(tmp_path: Path):
+    async with served(None, dp_size=1, executor_args=FLOAT32_ARGS) as (_, client):
+        expected = await answers(client)
+    settings = {
+        "dp_size": 3,
+        "min_dp_size": 1,
+        "executor_args": FLOAT32_ARGS,
+        "router_args": (*PATIENT_STEPS, "--grow-after-s", "0.5"),
+    }
+    async with served(tmp_path, **settings) as (stack, client):
+        is_over = asyncio.Event()
+
+        async def ask_on() -> int:
+            num_right = 0
+            while not is_over.is_set():
+                assert await answers(client) == expected
+                num_right += 1
+            return num_right
+
+        asking = asyncio.create_task(ask_on())
+        for number in (0, 2):
+            await asyncio.sleep(0.3)
+            await stack.executors[number].kill()
+            formed = await logged(stack.router, "group_ready", 2 + number // 2)
+        assert [record["dp_size"] for record in formed] == [3, 2, 1]
+        for number in (0, 2):
+            await asyncio.sleep(0.3)
+            await stack.start_again(number)
+            formed = await logged(stack.router, "group_ready", 4 + number // 2)
+        assert [record["dp_size"] for record in formed] == [3, 2, 1, 2, 3]
+        grown = await logged(stack.router, "group_placed", 5)
+        assert [record["change"] for record in grown[3:]] == ["grow", "grow"]
+        assert [record["loads"] for record in grown[3:]] == [[0, 0], [0, 0, 0]], "staged before"
+        is_over.set()
+        assert await asking > 0
+
+
+async def test_a_spare_takes_the_place_of_an_executor_that_never_comes_back(tmp_path: Path):
+    settings = {
+        "dp_size": 2,
+        "min_dp_size": 2,
+        "spares": 1,
+        "executor_args": FLOAT32_ARGS,
+        "router_args": PATIENT_STEPS,
+    }
+    async with served(tmp_path, **settings) as (stack, client):
+        expected = await answers(client)
+        asking = asyncio.create_task(answers(client))
+        await asyncio.sleep(0.2)
+        await stack.executors[0].kill()
+        assert await asking == expected
+        [*_, placed] = await logged(stack.router, "group_placed", 2)
+        assert placed["change"] == "replace"
+        assert placed["executors"] == stack.executor_addresses[1:]
