@@ -1,5 +1,5 @@
 # `make help` lists the targets; ARGS="..." passes flags on to what they run, and MODEL, DP, TP, EP,
-# A2A and DRAFTS say what demo and serve start. The virtual environment is made on first use, in .venv,
+# A2A, SPARES and DRAFTS say what demo and serve start. The virtual environment is made on first use, in .venv,
 # and brought up to date when pyproject.toml or constraints.txt changed.
 
 PYTHON ?= python3
@@ -17,7 +17,7 @@ QUICK_TESTS := tests/repo tests/protos tests/router tests/executor
 # make demo MODEL=deploy/demo_model DP=2 TP=2 EP=1 A2A=torch DRAFTS=eagle
 TOPOLOGY = $(if $(MODEL),--model $(MODEL)) \
 	$(if $(DP),--dp-size $(DP)) $(if $(TP),--attn-tp-size $(TP)) \
-	$(if $(EP),--ep-size $(EP)) $(if $(A2A),--moe-a2a $(A2A)) \
+	$(if $(EP),--ep-size $(EP)) $(if $(A2A),--moe-a2a $(A2A)) $(if $(SPARES),--spares $(SPARES)) \
 	$(if $(DRAFTS),--draft-model deploy/demo_drafts/$(DRAFTS))
 
 # What is installed: to run Lockstep, and besides to work on it.
@@ -33,6 +33,7 @@ help:
 	@echo "             DP=2 TP=2 EP=1 A2A=torch say how executors share the model (executor/README.md)"
 	@echo "             MODEL=deploy/demo_model_mla serves a DeepSeek-V3 that knows them, too;"
 	@echo "             ARGS=--speculative drafts, too, and compares with not drafting"
+	@echo "             SPARES=1 starts one more, which takes a lost one's place (router/README.md)"
 	@echo "make serve   start them and leave them running until Ctrl-C; MODEL, DP and others likewise"
 	@echo "make quick   the checks, and the tests that start no processes"
 	@echo "make test    every check and test"

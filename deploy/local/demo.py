@@ -252,8 +252,7 @@ async def run_requests(args: argparse.Namespace) -> bool:
     start_time = time.perf_counter()
     stack = LocalStack(
         args.model,
-        dp_size=args.dp_size,
-        attn_tp_size=args.attn_tp_size,
+        **flags.group_args(args),
         executor_args=(*EXECUTOR_ARGS, *flags.executor_args(args)),
         router_args=metrics_args(),
         log_dir=args.log_dir,

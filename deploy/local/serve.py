@@ -46,8 +46,7 @@ async def serve(args: argparse.Namespace) -> None:
     print(f"Starting {flags.describe(args)} and a router ...", flush=True)
     stack = LocalStack(
         args.model,
-        dp_size=args.dp_size,
-        attn_tp_size=args.attn_tp_size,
+        **flags.group_args(args),
         executor_args=flags.executor_args(args),
         router_args=metrics_args(),
         listen=args.listen,
