@@ -18,7 +18,7 @@ from executor.server import LIVENESS as EXECUTOR_LIVENESS
 from executor.server import READINESS as EXECUTOR_READINESS
 from protos.serving.v1 import serving_pb2
 from router.api.health import LIVENESS, READINESS
-from router.executors.discovery import find_addresses
+from router.executors.discovery import find_addresses, strength_of
 from tests.deploy.cluster import Cluster, Container, Pod, twins
 from tests.deploy.rendering import OVERLAYS, Manifest, matches, named, of_kind, render
 from tests.e2e.support.envoy import CONFIG, metrics_users
@@ -84,10 +84,15 @@ def test_the_executors_of_each_group_fill_its_places_and_the_router_finds_them(
     for group in router.containers[0].settings["groups"]:
         addresses = asyncio.run(_addresses(group, resolve))
         found += addresses
+        assert all(at[a].peer_host == a.rpartition(":")[0] for a in addresses)
+        if (strength := strength_of(group)) is not None:
+            assert len(addresses) >= strength.size
+            assert {at[a].max_dp_size * at[a].attn_tp_size for a in addresses} == {strength.size}
+            assert {at[a].min_dp_size * at[a].attn_tp_size for a in addresses} == {strength.least}
+            continue
         places = {(at[a].topology.dp_rank, at[a].topology.attn_tp_rank) for a in addresses}
         assert len(places) == len(addresses) == at[addresses[0]].world_size
         assert len({at[a].topology.world_size for a in addresses}) == 1
-        assert all(at[a].peer_host == a.rpartition(":")[0] for a in addresses)
     assert sorted(found) == sorted(at), "each executor is in one group"
 
 
