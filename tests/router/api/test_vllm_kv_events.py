@@ -238,17 +238,23 @@ async def test_what_was_flushed_is_computed_again():
     assert missed.sequences[0].progress.num_cached_tokens == 0
 
 
-async def test_blocks_of_an_answer_are_used_until_no_step_in_flight_runs_it():
+def test_blocks_of_an_answer_are_used_until_no_step_in_flight_runs_it():
     prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
     [*_, stop] = expected_output(prompt, 3, ())
-    async with running() as engines:
-        request = await complete(engines, "a", prompt, max_tokens=20, stop_token_ids=(stop,))
-        assert (request.is_live, engines.num_live) == (False, 0)
-        _, num_left = engines.flush_cache()
-        assert num_left > 0
-        while any(rank.num_running for rank in engines.status()[0].ranks):
-            await asyncio.sleep(0)
-        assert engines.flush_cache() == (num_left, 0)
+    world = Stepper(make_shape(dp_size=1))
+    [cache] = world.scheduler.caches
+    request = world.submit(prompt, max_tokens=20, stop_token_ids=(stop,))
+    world.plan()
+    while request.is_live:
+        world.plan()
+        world.commit()
+    assert len(world.in_flight) == 1
+    cache.pool.evict_all()
+    num_left = cache.num_named
+    assert num_left > 0
+    world.commit()
+    assert cache.pool.evict_all() == num_left
+    assert cache.num_named == 0
 
 
 async def test_a_flush_waits_for_steps_that_run_what_has_ended(monkeypatch: pytest.MonkeyPatch):
