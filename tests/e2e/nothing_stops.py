@@ -28,6 +28,7 @@ from tests.bench.router.bench_formings import (
     REQUIRED_MEDIAN_MS,
     form_often,
 )
+from tests.bench.support.quiet import quiet
 from tests.e2e.chaos import Report, streaming
 from tests.e2e.conftest import PATIENT_STEPS, SAME_ANSWERS
 from tests.e2e.support.envoy import envoy_before
@@ -561,6 +562,7 @@ async def show(size: Size, folder: Path) -> bool:
 
 
 def main() -> None:
+    quiet()
     parser = argparse.ArgumentParser(description=__doc__)
     usual = Size()
     parser.add_argument("--streams", type=int, default=usual.num_streams)
