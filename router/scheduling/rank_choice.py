@@ -17,6 +17,7 @@ from router.scheduling.step_budget import Prices, Prompt, Turn
 Float64Array = npt.NDArray[np.float64]
 
 KV_STEPS = 20  # in which a rank's KV, once more, costs it and its neighbours the reading
+MAX_KV_WORK = 0.5  # of a token's: at 1, a prefix that others still use would be computed elsewhere
 BEHIND = 0.25  # what a token of a prompt that runs later weighs against one that runs before
 
 
@@ -77,8 +78,8 @@ class RankLoads:
         self._prompts = prompts
         self._num_decodes = np.array(num_decodes)
         self._limits = np.minimum(chunk, shape.max_num_batched_tokens - self._num_decodes)
-        # At most what it takes to run them: a price of a token may be learnt as next to nothing.
-        self._kv_work = min(1.0, KV_STEPS * prices.kv / prices.token) * shape.block_size
+        # A price of a token may be learnt as next to nothing.
+        self._kv_work = min(MAX_KV_WORK, KV_STEPS * prices.kv / prices.token) * shape.block_size
         self._num_left = np.zeros(shape.dp_size, dtype=np.int64)
         self._num_promised_blocks = [0] * shape.dp_size
         for rank, of_rank in enumerate(prompts):

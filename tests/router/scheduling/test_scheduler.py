@@ -552,18 +552,16 @@ def _loads(num_used: int, prices: Prices) -> RankLoads:
 
 
 @pytest.mark.parametrize("token_s", [1e-5, 1e-12])
-def test_kv_that_decodes_read_weighs_at_most_what_running_it_anew_would_take(
-    token_s: float,
-) -> None:
-    """However little a token is learnt to take: else a cached prefix would be computed again."""
-    loads = _loads(5, Prices(1e-2, 0.0, token_s, 0.0, 1e-6, 0.0))
+def test_a_cached_prefix_that_others_use_is_not_computed_on_another_rank(token_s: float) -> None:
+    """However little a token is learnt to take: what they read weighs less than running it anew."""
+    loads = _loads(8, Prices(1e-2, 0.0, token_s, 0.0, 1e-6, 0.0))
     own = CachedPrefix(np.arange(1, 7, dtype=np.int32), NO_BLOCKS)
     assert loads.pick((0.0, 0.0, 0, 0), 30, {0: own}) == 0
     assert loads.pick((0.0, 0.0, 0, 0), 30, {}) == 1
 
 
 def test_what_a_sequence_with_output_has_cached_counts_twice() -> None:
-    loads = _loads(6, Prices(1e-2, 0.0, 1e-5, 0.0, 1e-6, 0.0))
+    loads = _loads(10, Prices(1e-2, 0.0, 1e-5, 0.0, 1e-6, 0.0))
     cached = {0: CachedPrefix(np.arange(1, 5, dtype=np.int32), NO_BLOCKS)}
     assert loads.pick((0.0, 0.0, 0, 0), 30, cached) == 1
     assert loads.pick((0.0, 0.0, 0, 0), 30, cached, goes_on=True) == 0
