@@ -87,7 +87,7 @@ class LosingRouter(Router):
     num_lost = 0
 
     def commit(self) -> DraftCounts:
-        if len(self.widths) < 8 * (self.num_lost + 1):
+        if len(self.widths) < 5 * (self.num_lost + 1):
             return super().commit()
         self.lose()
         self.num_lost += 1
