@@ -120,8 +120,8 @@ async def test_a_request_that_kills_every_few_tokens_is_failed_in_the_end(
 
 
 def test_hardly_any_request_is_failed_for_executors_that_die_by_themselves() -> None:
-    """Chance alone can look like a cause: of 24 runs, a third fail a request. If losses without a
-    request said nothing in its favour, one in each run would be failed."""
+    """Chance alone can look like a cause: of 48 runs, a third fail a request. If losses without a
+    request said nothing in its favour, three in each run would be failed."""
 
     @on_virtual_clock
     async def lose_some(seed: int) -> World:
@@ -133,7 +133,7 @@ def test_hardly_any_request_is_failed_for_executors_that_die_by_themselves() -> 
 
     worlds = [lose_some(seed) for seed in range(8)]
     assert sum(world.groups[0].executors.num_losses for world in worlds) > 80
-    assert sum(len(world.failed) for world in worlds) <= 4
+    assert sum(len(world.failed) for world in worlds) < len(worlds)
 
 
 async def kill_regularly(world: World) -> None:
