@@ -141,8 +141,7 @@ async def replacements(size: Size, folder: Path) -> Line:
     return Line(
         f"{size.num_kills} executors killed that never come back, a spare each time",
         f"0 lost, 0 wrong; longest gap at a caller: median ≤ {required_median_s}, max ≤ {required_s} s",
-        f"{_streams(report)}; gap median {median_s:.2f}, max {longest_s:.2f} s, undisturbed "
-        f"{max(undisturbed_s):.2f} s",
+        f"{_streams(report)}; {_gaps(gaps_s)}, undisturbed {max(undisturbed_s):.2f} s",
         not report.wrong,
         median_s <= required_median_s and longest_s <= required_s,
     )
@@ -174,14 +173,14 @@ async def shrinks(size: Size, folder: Path) -> AsyncIterator[Line]:
     yield Line(
         f"{len(shrunk_s)} executors killed, 3 to 2 to 1 without return (8 experts)",
         f"tokens equal in float32; longest gap at a caller: median ≤ {REQUIRED_SHRUNK_S} s",
-        f"{_streams(report)}; gap median {median_s:.2f}, max {max(shrunk_s):.2f} s",
+        f"{_streams(report)}; {_gaps(shrunk_s)}",
         not report.wrong,
         median_s <= REQUIRED_SHRUNK_S,
     )
     yield Line(
         f"the same started again, {len(grown_s)} times 1 to 2 or 2 to 3",
         f"tokens equal in float32; longest gap ≤ {REQUIRED_GROWN_S} s",
-        f"gap median {statistics.median(grown_s):.2f}, max {max(grown_s):.2f} s",
+        _gaps(grown_s),
         not report.wrong,
         max(grown_s) <= REQUIRED_GROWN_S,
     )
@@ -221,7 +220,7 @@ async def restarts(size: Size, log_dir: Path) -> tuple[Line, Line]:
     restarted = Line(
         f"{size.num_kills} executors killed and started again by the supervisor, no spare",
         f"0 lost, 0 wrong; longest gap at a caller: median ≤ {REQUIRED_GAP_S} s",
-        f"{_streams(report)}; gap median {median_s:.2f}, max {max(report.gaps_s[1:]):.2f} s, "
+        f"{_streams(report)}; {_gaps(report.gaps_s[1:])}, "
         f"undisturbed {report.gaps_s[0]:.2f} s; medians of the router's: {parts} s",
         not report.wrong,
         median_s <= REQUIRED_GAP_S,
@@ -413,8 +412,7 @@ async def router_kills(size: Size, log_dir: Path) -> Line:
     return Line(
         f"{size.num_router_kills} times the only router killed and started again",
         "the library's callers: 0 failed, 0 wrong",
-        f"{_streams(report)}; gap median {statistics.median(report.gaps_s[1:]):.2f}, "
-        f"max {max(report.gaps_s[1:]):.2f} s",
+        f"{_streams(report)}; {_gaps(report.gaps_s[1:])}",
         not report.wrong,
     )
 
@@ -444,7 +442,7 @@ async def takeovers(size: Size, log_dir: Path, *, has_envoy: bool = False) -> Li
         + (", behind Envoy" if has_envoy else ""),
         f"the library's callers: 0 failed, 0 wrong; gap: median ≤ {required_median_s}, "
         f"max ≤ {required_s} s",
-        f"{_streams(report)}; gap median {median_s:.2f}, max {longest_s:.2f} s",
+        f"{_streams(report)}; {_gaps(report.gaps_s[1:])}",
         not report.wrong,
         median_s <= required_median_s and longest_s <= required_s,
     )
@@ -456,8 +454,7 @@ async def double_kills(size: Size, log_dir: Path) -> Line:
     return Line(
         f"{size.num_double_kills} times the router that drives and an executor killed within 10 ms",
         "0 failed, 0 wrong",
-        f"{_streams(report)}; gap median {statistics.median(report.gaps_s[1:]):.2f}, "
-        f"max {max(report.gaps_s[1:]):.2f} s",
+        f"{_streams(report)}; {_gaps(report.gaps_s[1:])}",
         not report.wrong,
     )
 
@@ -468,8 +465,7 @@ async def updates(size: Size, log_dir: Path) -> Line:
     return Line(
         f"{size.num_updates} planned updates of the router that drives",
         "0 failed, 0 wrong",
-        f"{_streams(report)}; gap median {statistics.median(report.gaps_s[1:]):.2f}, "
-        f"max {max(report.gaps_s[1:]):.2f} s",
+        f"{_streams(report)}; {_gaps(report.gaps_s[1:])}",
         not report.wrong,
     )
 
@@ -549,6 +545,10 @@ async def _gone_on(client: Client, num_streams: int) -> None:
 
 def _streams(report: Report) -> str:
     return f"{report.num_streams} streams right, {len(report.wrong)} lost or wrong"
+
+
+def _gaps(gaps_s: Sequence[float]) -> str:
+    return f"gap median {statistics.median(gaps_s):.2f}, max {max(gaps_s):.2f} s"
 
 
 async def show(size: Size, folder: Path) -> bool:
