@@ -65,6 +65,7 @@ class Candidate:
         max_slots: Its slots for them.
         held: [max_slots] the expert in each, or GHOST.
         expert_bytes: Of one expert.
+        max_len: Tokens of the longest sequence that its KV has room for.
         agreement: What the executors of a group must have alike.
         num_placed: Executors of the group that it was placed in last; 0: it never was.
     """
@@ -78,6 +79,7 @@ class Candidate:
     max_slots: int = 0
     held: tuple[int, ...] = ()
     expert_bytes: int = 0
+    max_len: int = 0
     agreement: bytes = b""
     num_placed: int = 0
 
@@ -106,7 +108,7 @@ class SpareState(StrEnum):
     COLD = "cold"  # it would have to load experts
     STAGED = "staged"
     HELD_OFF = "held_off"  # it lost its place, and is not taken back yet
-    UNFIT = "unfit"  # it does not agree with the group's executors in what they must have alike
+    UNFIT = "unfit"  # it is not like the group's executors, or has no room for what they have
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +172,17 @@ class ElasticPolicy:
         strength: How many.
         settings: What the operator said.
         now: When the router began to look for them.
+
+    Attributes:
+        max_len: Tokens of the longest sequence that the first epoch had room for, which later ones have
+            too; 0 before it.
     """
 
     def __init__(self, strength: Strength, settings: ElasticSettings, now: float) -> None:
         self._strength = strength
         self._settings = settings
         self._begun = now
+        self.max_len = 0
         self._teams: tuple[Team, ...] = ()  # of the last epoch
         self._lost_names: set[tuple[str, str]] = set()  # of them, whose place is lost already
         self._history: dict[str, _History] = {}
@@ -200,7 +207,7 @@ class ElasticPolicy:
             GroupMismatch: So many cannot be one group. Says what they have room for.
         """
         self._note(now, candidates)
-        candidates = self._alike(candidates)
+        answering, candidates = candidates, self._alike(candidates)
         staying, newcomers = self._teams_of(candidates)
         free = [team for team in newcomers if not self._is_held_off(team, now)]
         size, _ = self._sizes(candidates)
@@ -225,6 +232,7 @@ class ElasticPolicy:
         patience = f" in the first {self._settings.first_form_wait_s:g} s" if is_early else ""
         raise ExecutorLost(
             f"{len(candidates)} of the group's executors answer, and it takes {needed} to form it{patience}"
+            + self._short_of_kv(answering)
         )
 
     def _needed(self, now: float, candidates: Sequence[Candidate]) -> int:
@@ -255,6 +263,7 @@ class ElasticPolicy:
             )
             for team in formation.teams
         )
+        self.max_len = self.max_len or min(each.max_len for each in formation.members)
         self._lost_names.clear()
         self._num_failures = 0
 
@@ -270,8 +279,11 @@ class ElasticPolicy:
         self._num_failures = 0
 
     def note_failed(self, now: float, address: str) -> None:
-        """Notes that an executor could not join, which counts as a lost place."""
+        """Notes that an executor could not join, which counts as a lost place: it stays no member."""
         self._history.setdefault(address, _History()).losses.append(now)
+        self._teams = tuple(
+            team for team in self._teams if address not in (member.address for member in team)
+        )
 
     def review(self, now: float, spares: Sequence[Candidate]) -> Review:
         """Returns what to do while the group serves.
@@ -281,10 +293,9 @@ class ElasticPolicy:
             spares: Executors that answer and are not in it.
         """
         self._note(now, [*self._members(), *spares])
-        agreement = self._members()[0].agreement
-        fit = [spare for spare in spares if spare.agreement == agreement]
+        fit = [spare for spare in spares if self._is_fit(spare)]
         _, newcomers = self._teams_of([*self._members(), *fit])
-        size, _ = self._sizes(spares)
+        size, _ = self.sizes
         room = max(size - len(self._teams), 0)
         known = [team for team in newcomers if self._is_known(team, now)]
         joining = (known or newcomers)[:room]
@@ -373,11 +384,12 @@ class ElasticPolicy:
         return self._strength.size // peers, -(-self._strength.least // peers)
 
     def _alike(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Returns those that agree with the last epoch's members, or with most, if these are too few.
+        """Returns those with room for its sequences that agree with the last epoch's members, or with most.
 
         While executors are replaced by others with new settings, so, the group goes on with the old ones
         until they are fewer than the least.
         """
+        candidates = [each for each in candidates if each.max_len >= self.max_len]
         counts = Counter(candidate.agreement for candidate in candidates)
         if not counts:
             return []
@@ -387,13 +399,36 @@ class ElasticPolicy:
             chosen = members[0].agreement
         return [candidate for candidate in candidates if candidate.agreement == chosen]
 
+    def _has_room(self, candidate: Candidate) -> bool:
+        """Whether an executor could be in the group when that is as large as it should be."""
+        size = max(self._strength.size // candidate.attn_tp_size, 1)
+        num_slots = num_slots_for(candidate.num_experts, size * candidate.attn_tp_size)
+        return size in candidate.dp_sizes and num_slots <= candidate.max_slots
+
+    def _is_fit(self, spare: Candidate) -> bool:
+        """Whether a spare could be beside the members."""
+        is_alike = spare.agreement == self._members()[0].agreement
+        return is_alike and spare.max_len >= self.max_len and self._has_room(spare)
+
+    def _short_of_kv(self, candidates: Sequence[Candidate]) -> str:
+        """Says which executors have less room for KV than the group began with, if any have."""
+        small = [each for each in candidates if each.max_len < self.max_len]
+        if not small:
+            return ""
+        names = ", ".join(f"{each.address} for {each.max_len}" for each in small)
+        return (
+            f"; others have too little KV, for sequences of {self.max_len} tokens as the group has "
+            f"served them: {names}; start them with as many blocks"
+        )
+
     # ---- who stands where
 
     def _teams_of(self, candidates: Sequence[Candidate]) -> tuple[list[Team], list[Team]]:
         """Returns the DP ranks whose executors all stay, in their order, and those that could be new.
 
-        Executors whose peers are gone are new ones. Addresses that had a place come first of these, then
-        who has been there for longest, then in the order given.
+        Executors whose peers are gone are new ones. Those without room for the group's size come last of
+        these; addresses that had a place come first, then who has been there for longest, then in the
+        order given.
         """
         there = {candidate.name: candidate for candidate in candidates}
         staying = [
@@ -403,9 +438,9 @@ class ElasticPolicy:
         ]
         ranks = {member.address: rank for rank, member in enumerate(self._members())}
 
-        def preference(candidate: Candidate) -> tuple[int, float]:
-            since = self._history[candidate.address].since
-            return ranks.get(candidate.address, len(ranks)), since
+        def preference(candidate: Candidate) -> tuple[bool, int, float]:
+            since, rank = self._history[candidate.address].since, ranks.get(candidate.address)
+            return not self._has_room(candidate), len(ranks) if rank is None else rank, since
 
         others = sorted(there.values(), key=preference)
         if not others:

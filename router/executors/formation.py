@@ -94,11 +94,16 @@ def _raise_first_difference(one: Member, other: Member) -> None:
     )
 
 
-def describe_group(members: Sequence[Member], epoch: int, model_name: str) -> GroupInfo:
+def describe_group(
+    members: Sequence[Member], epoch: int, model_name: str, max_len: int = 0
+) -> GroupInfo:
     """Returns what a checked group is.
 
     Args:
         members: Sorted by DP rank, then attention-TP rank.
+        epoch: Its.
+        model_name: As clients know it.
+        max_len: The most tokens that a sequence may have, whatever there is room for; 0: no bound.
 
     Raises:
         GroupMismatch: Its sizes cannot be scheduled.
@@ -112,8 +117,9 @@ def describe_group(members: Sequence[Member], epoch: int, model_name: str) -> Gr
         for leader in leaders
     )
     kv_window = descriptions[0].kv_window
-    capacity = sequence_capacity(min(num_blocks), model.block_size, kv_window)
-    max_model_len = min(model.max_model_len, capacity)
+    max_model_len = min(map(max_len_of, members))
+    if max_len:
+        max_model_len = min(max_model_len, max_len)
     rows_per_rank = min(budget.max_num_seqs, *(member.description.num_rows for member in members))
     try:
         shape = GroupShape(
@@ -149,6 +155,13 @@ def describe_group(members: Sequence[Member], epoch: int, model_name: str) -> Gr
         shape=shape,
         addresses=tuple(leader.address for leader in leaders),
     )
+
+
+def max_len_of(member: Member) -> int:
+    """Returns the tokens of the longest sequence that an executor's KV has room for."""
+    told = member.description
+    capacity = sequence_capacity(told.num_kv_blocks, told.model.block_size, told.kv_window)
+    return min(told.model.max_model_len, capacity)
 
 
 def _engine(shape: GroupShape, agreement_digest: bytes) -> str:

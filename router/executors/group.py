@@ -54,7 +54,7 @@ from router.executors.elastic import (
     Strength,
 )
 from router.executors.formation import Member, check_group, describe_group
-from router.executors.places import candidate_of, placed
+from router.executors.places import candidate_of, is_elastic, placed, require_elastic
 from router.executors.spares import Spares
 from router.executors.step_codec import (
     WrongAnswer,
@@ -241,8 +241,12 @@ class ExecutorGroup:
         self._check_held(members)
         if self._policy is None:
             return await self._bring_together(members)
-        candidates = [candidate_of(member) for member in members]
-        formation = self._policy.choose(self._clock(), candidates)
+        candidates = [candidate_of(member) for member in members if is_elastic(member)]
+        try:
+            formation = self._policy.choose(self._clock(), candidates)
+        except ExecutorLost:
+            require_elastic(members)
+            raise
         try:
             info = await self._bring_together(placed(formation, members))
         except GroupHeld:
@@ -261,7 +265,8 @@ class ExecutorGroup:
         self._check_lead(members)
         self._is_driver = True
         self._epoch = 1 + max(self._epoch, *(member.description.epoch for member in members))
-        info = describe_group(members, self._epoch, self._settings.model_name)
+        max_len = 0 if self._policy is None else self._policy.max_len
+        info = describe_group(members, self._epoch, self._settings.model_name, max_len)
         await _all([self._bring_up(member) for member in members])
         self._kv_ids = await self._join(members)
         self._members = members

@@ -7,21 +7,31 @@ import numpy as np
 from protos.executor.v1 import executor_pb2 as pb
 from router.errors import GroupMismatch
 from router.executors.elastic import Candidate, Formation
-from router.executors.formation import Member
+from router.executors.formation import Member, max_len_of
+
+
+def is_elastic(member: Member) -> bool:
+    """Whether an executor takes the place that a Join gives it."""
+    return member.description.HasField("capability")
+
+
+def require_elastic(members: Sequence[Member]) -> None:
+    """Does nothing if all are elastic.
+
+    Raises:
+        GroupMismatch: One is not.
+    """
+    for member in members:
+        if not is_elastic(member):
+            raise GroupMismatch(
+                f"{member} is not elastic, and its group has min=: start it with --max-dp-size, or leave "
+                f"min= out"
+            )
 
 
 def candidate_of(member: Member) -> Candidate:
-    """Returns an executor as the policy sees it.
-
-    Raises:
-        GroupMismatch: It is not elastic.
-    """
+    """Returns an elastic executor as the policy sees it."""
     told = member.description
-    if not told.HasField("capability"):
-        raise GroupMismatch(
-            f"{member} is not elastic, and its group has min=: start it with --max-dp-size, or leave min= "
-            f"out"
-        )
     return Candidate(
         address=member.address,
         instance_id=told.instance_id,
@@ -32,6 +42,7 @@ def candidate_of(member: Member) -> Candidate:
         max_slots=told.capability.max_expert_slots,
         held=tuple(np.frombuffer(told.resident_experts, "<i4").tolist()),
         expert_bytes=told.model.bytes_per_expert,
+        max_len=max_len_of(member),
         agreement=told.agreement_digest,
         num_placed=told.coordinates.dp_size * told.coordinates.attn_tp_size,
     )

@@ -11,16 +11,14 @@ from protos.serving.v1 import serving_pb2 as serving
 from protos.serving.v1.serving_pb2 import SpareStatus
 from protos.transport.error_details import error_details
 from protos.transport.errors import duration
-from router.errors import GroupMismatch
 from router.executors.elastic import (
     Candidate,
     ElasticPolicy,
     Formation,
-    Review,
     SpareState,
 )
 from router.executors.formation import Member
-from router.executors.places import candidate_of, placement_of
+from router.executors.places import candidate_of, is_elastic, placement_of
 
 log = structlog.stdlib.get_logger(__name__)
 
@@ -66,8 +64,8 @@ class Spares:
 
     @property
     def number(self) -> int:
-        """Of those that answered last."""
-        return len(self._states)
+        """Of those that answered last and could be in the group."""
+        return sum(state is not SpareState.UNFIT for state in self._states.values())
 
     def status(self) -> list[SpareStatus]:
         """Returns what is known of each, as GetStatus sends it."""
@@ -103,8 +101,6 @@ class Spares:
         while True:
             try:
                 await self._look()
-            except GroupMismatch as error:
-                log.warning("spares_do_not_fit", problem=str(error))
             except Exception:
                 log.exception("spares_not_watched")
             self._is_news.clear()
@@ -115,9 +111,11 @@ class Spares:
             await asyncio.sleep(self._period_s / REVIEWS)  # others may come with it
 
     async def _look(self) -> None:
-        spares = [candidate_of(member) for member in await self._describe()]
+        members = await self._describe()
+        spares = [candidate_of(member) for member in members if is_elastic(member)]
         review = self._policy.review(self._clock(), spares)
-        self._note_states(review)
+        unfit = {each.address: SpareState.UNFIT for each in members if not is_elastic(each)}
+        self._note_states({**unfit, **review.states})
         for spare, formation in review.stages:
             task = self._staging.get(spare.address)
             if task is None or task.done():
@@ -127,11 +125,11 @@ class Spares:
         if review.grows:
             self._on_grow()
 
-    def _note_states(self, review: Review) -> None:
-        for address, state in review.states.items():
+    def _note_states(self, states: dict[str, SpareState]) -> None:
+        for address, state in states.items():
             if self._states.get(address) is not state:
                 log.info("spare", executor=address, state=state.value)
-        self._states = dict(review.states)
+        self._states = states
 
     async def _load(self, spare: Candidate, formation: Formation) -> None:
         """Has a spare load its experts of a formation; waits for a while if it cannot."""

@@ -272,6 +272,44 @@ def test_executors_with_other_settings_take_over_when_too_few_of_the_old_are_lef
     assert names(form(group, 102, new)) == "cd"
 
 
+def test_a_spare_with_less_room_for_kv_than_the_group_began_with_takes_no_place() -> None:
+    """Sequences that were taken could not end there."""
+    group = policy(2, 1)
+    form(group, 0, [executor("a", max_len=4096), executor("b", max_len=2048)])
+    small = executor("c", max_len=2047)
+    assert group.review(100, [small]).states == {"c": SpareState.UNFIT}
+    assert names(form(group, 101, [executor("a", max_len=4096), small])) == "a"
+    assert not group.review(1000, [small]).grows
+    with pytest.raises(ExecutorLost, match=r"sequences of 2048 tokens .*: c for 2047; start"):
+        group.choose(1001, [small])
+    same = executor("b", "again", max_len=2048)
+    assert names(group.choose(1001, [executor("a", max_len=4096), same])) == "ab"
+
+
+@pytest.mark.parametrize("room", [{"max_slots": 2}, {"dp_sizes": range(1, 3)}])
+def test_a_spare_without_room_for_the_groups_size_hides_none_that_has_it(
+    room: dict[str, object],
+) -> None:
+    group = policy(3, 1)
+    form(group, 60, executors("ab"))
+    spares = [executor("c", **room), executor("d")]
+    group.review(61, spares)
+    review = group.review(120, spares)
+    assert review.grows
+    assert review.states["c"] == SpareState.UNFIT
+    assert names(group.choose(120, [*executors("ab"), *spares])) == "abd"
+
+
+def test_a_member_that_cannot_load_what_falls_to_it_stops_no_others() -> None:
+    group = policy(3, 1)
+    form(group, 0, executors("abc"))
+    assert names(group.choose(1, executors("ab"))) == "ab"
+    group.note_failed(1, "b")
+    formation = form(group, 1, executors("ab"))
+    assert (names(formation), formation.change) == ("a", Change.SHRINK)
+    assert group.review(2, executors("b")).states == {"b": SpareState.HELD_OFF}
+
+
 def test_suspects_wait_for_an_executor_to_spare_but_not_for_ever() -> None:
     group = policy(2, 1)
     form(group, 0, executors("ab"))

@@ -7,6 +7,7 @@ import grpc
 import numpy as np
 import pytest
 
+from protos.executor.v1 import executor_pb2 as executor_pb
 from protos.serving.v1 import serving_pb2 as pb
 from router.errors import ExecutorLost, GroupGrows, GroupMismatch
 from router.executors.elastic import Strength
@@ -155,13 +156,51 @@ async def test_an_executor_that_cannot_load_its_experts_is_left_out_next_time() 
         assert (await world.group.form()).addresses == (first,)
 
 
+def stand_still(peer: Peer) -> None:
+    """Has a peer describe itself as one that stands where it was started."""
+    peer.describes = lambda told: (
+        told.ClearField("capability"),
+        told.ClearField("resident_experts"),
+        setattr(told.coordinates, "dp_size", 1),
+    )
+
+
 async def test_an_executor_with_a_place_of_its_own_is_refused_by_name() -> None:
     async with ElasticPeers(Strength(1, 1), PATIENT) as world:
         address = await world.start()
-        world.at(address).describes = lambda told: (
-            told.ClearField("capability"),
-            told.ClearField("resident_experts"),
-            setattr(told.coordinates, "dp_size", 1),
-        )
+        stand_still(world.at(address))
         with pytest.raises(GroupMismatch, match=rf"{address}.*is not elastic"):
             await world.group.form()
+
+
+async def test_an_executor_with_a_place_of_its_own_stops_no_others() -> None:
+    async with ElasticPeers(Strength(2, 1), EAGER) as world:
+        first, second, third = [await world.start() for _ in range(3)]
+        stand_still(world.at(first))
+        info = await world.group.form()
+        assert info.addresses == (second, third)
+        await until(lambda: spares_of(world) == {first: pb.SPARE_STATE_UNFIT})
+        await world.stop(third)
+        assert (await world.group.form()).addresses == (second,)
+        assert not world.group.may_try_suspects(), "it has none to spare"
+
+
+async def test_sequences_of_a_group_that_grows_by_larger_executors_are_no_longer_than_before() -> (
+    None
+):
+    """Else it could not go on with the smaller ones."""
+
+    def has_blocks(count: int) -> Callable[[executor_pb.DescribeResponse], object]:
+        return lambda told: setattr(told, "num_kv_blocks", count)
+
+    async with ElasticPeers(Strength(2, 1), PATIENT) as world:
+        small, large = [await world.start() for _ in range(2)]
+        world.at(small).describes = has_blocks(5)
+        before = await world.group.form()
+        await world.stop(small)
+        alone = await world.group.form()
+        assert alone.addresses == (large,)
+        assert alone.model.max_model_len == before.model.max_model_len == 16
+        again, smaller = [await world.start() for _ in range(2)]
+        world.at(again).describes, world.at(smaller).describes = has_blocks(5), has_blocks(4)
+        assert (await world.group.form()).addresses == (large, again)
