@@ -16,7 +16,7 @@ from router.engine.caches import GroupCaches
 from router.scheduling.kv import salvage
 from router.scheduling.kv.prefix_cache import PrefixCache
 from router.scheduling.step import GroupInfo
-from tests.sim.world import World, break_at_random, check_blame
+from tests.sim.world import World, break_at_random, check_blame, num_caught
 from tests.support.virtual_clock import on_virtual_clock
 
 NUM_SEEDS = int(os.environ.get("LOCKSTEP_SIM_SEEDS", "8"))
@@ -75,14 +75,7 @@ def test_the_simulation_catches_a_rule_that_is_broken(
     mutate: Mutate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(monkeypatch)
-    num_caught = 0
-    for seed in range(NUM_MUTATED):
-        try:
-            lose_at_random(seed)
-        except BaseException:  # an outcome that is wrong, or a step that no executor can run
-            num_caught += 1
-    print(f"seen by {num_caught} of {NUM_MUTATED} seeds")
-    assert num_caught >= MIN_SHARE * NUM_MUTATED
+    assert num_caught(lose_at_random, NUM_MUTATED) >= MIN_SHARE * NUM_MUTATED
 
 
 def test_a_check_of_what_was_kept_finds_nothing_where_it_is_right() -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -350,6 +350,18 @@ class World:
                 assert size in sizes.get(runner, decode_sizes)
                 assert runner in (*sizes, "decode", "verify")
                 assert bool(miss) == (runner == "eager")
+
+
+def num_caught(run: Callable[[int], object], num_seeds: int) -> int:
+    """Returns of how many seeds a run fails: by a wrong outcome, or a step that no executor can run."""
+    count = 0
+    for seed in range(num_seeds):
+        try:
+            run(seed)
+        except BaseException:
+            count += 1
+    print(f"seen by {count} of {num_seeds} seeds")
+    return count
 
 
 async def break_at_random(world: World) -> None:
