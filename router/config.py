@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from protos.settings import ON_OFF, Rule, above, at_least, setting
 from protos.transport.port import ServiceConfig, check_files
-from router.engine.engine import EngineSettings
+from router.engine.settings import EngineSettings
 from router.executors.discovery import check_addresses, plain_addresses
 from router.executors.group import GroupSettings
 from router.executors.security import ExecutorSecurity

@@ -9,21 +9,20 @@ find out.
 
 import asyncio
 import logging
-from collections import Counter, deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
-from time import perf_counter
-from typing import Protocol
 
 import structlog
 
 from protos.serving.v1 import serving_pb2 as pb
-from protos.settings import Rule, above, at_least, setting
 from protos.transport.errors import RpcError, shorten
 from router.engine.caches import GroupCaches
+from router.engine.executors import Executors
 from router.engine.kept_check import KeptCheck
+from router.engine.pipeline import StepPipeline
 from router.engine.recent import Events, FlowShares, History
+from router.engine.retries import RetryDelays
+from router.engine.settings import EngineSettings
 from router.engine.status import epoch_status, step_cost_status
 from router.errors import (
     ExecutorFailed,
@@ -40,8 +39,8 @@ from router.requests.request import NO_COLUMNS, Columns, Listener, Listeners, Re
 from router.requests.waiting_queue import Quarantine, WaitingQueue, note_loss
 from router.scheduling.counters import EpochStats, GroupMeasures
 from router.scheduling.kv.block_log import BlockLog
-from router.scheduling.scheduler import Scheduler, SchedulerSettings
-from router.scheduling.step import GroupInfo, InFlight, ServedModel, StepResult, StepSettings
+from router.scheduling.scheduler import Scheduler
+from router.scheduling.step import GroupInfo, InFlight, ServedModel
 
 log = structlog.get_logger()
 
@@ -49,90 +48,7 @@ MIN_CHECK_S = 0.001
 TRIAL_CHECK_S = 0.1  # between looks at whether suspects may run
 OVERDUE_CHECK_S = 1.0  # between looks at a group that makes no progress
 MAX_NAMED = 64  # requests, in one line of the log
-MIN_RETRY_DELAY_S = 0.05  # an attempt takes a few milliseconds
 AT_ONCE = (ExecutorGone, ExecutorLeft)  # losses behind which the others are as they should be
-RETRY_SHARE = 0.1  # of the time that a group has been down: what looking for it later may add
-MAX_RETRY_DELAY_S = 15.0  # after attempts that ended, one after another, in what nobody expected
-
-
-class Executors(Protocol):
-    """One group of executors, as the engine sees it."""
-
-    @property
-    def suspicions(self) -> Counter[str]:
-        """Executors that fell silent: "cleared" by a beat, "lost", and of these "false" alarms."""
-        ...
-
-    @property
-    def wants_border(self) -> bool:
-        """Whether no further step should be planned: once none is under way, `lost` raises."""
-        ...
-
-    def may_try_suspects(self) -> bool:
-        """Whether it can do without one more executor, which a poison request may cost."""
-        ...
-
-    def elastic(self) -> pb.ElasticStatus | None:
-        """Returns what an elastic group could become; None: it needs all of its executors."""
-        ...
-
-    def members(self) -> list[pb.MemberStatus]:
-        """Returns what beats tell of each executor; nothing before the first forming."""
-        ...
-
-    @property
-    def num_standbys(self) -> int:
-        """Routers that would take the group if this one left it."""
-        ...
-
-    async def form(self) -> GroupInfo:
-        """Brings all executors into a new epoch.
-
-        Raises:
-            ExecutorLost: One of them is not there.
-            GroupHeld: Another router drives them.
-            GroupMismatch: They do not fit together.
-        """
-        ...
-
-    def send(self, step: InFlight) -> None:
-        """Sends a step, and notes when. Earlier ones need not have come back."""
-        ...
-
-    async def receive(self, step: InFlight) -> StepResult:
-        """Returns the result of the earliest step that has not come back.
-
-        Raises:
-            ExecutorLost: An executor died, hangs or answered wrongly.
-            GroupHeld: Another router has taken the group.
-        """
-        ...
-
-    async def lost(self) -> None:
-        """Returns never; raises ExecutorLost as soon as an executor is, or at a border that it wants."""
-        ...
-
-    async def news(self) -> None:
-        """Returns when, since `form` was called, an executor came, or one was left by its driver."""
-        ...
-
-    async def close(self) -> None:
-        """Ends every stream and connection."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineSettings(SchedulerSettings, StepSettings):
-    """Settings of a group's engine."""
-
-    pipeline_depth: int = setting(2, at_least(1))
-    """Steps in flight at most. 2 hides the way to the executors; 1 helps to debug."""
-    verify_kept_kv: float = setting(0.001, Rule("0 to 1", lambda share: 0 <= share <= 1))
-    """Share of the sequences that ran before a loss of which all KV that was kept is computed again and
-    compared, at the cost of that. If it differs, the group drops what it kept, and forms anew."""
-    retry_delay_s: float = setting(0.5, above(0))
-    """Seconds from a loss to the first attempt to form the group again, and between attempts at most:
-    they follow the sooner the shorter it has been down."""
 
 
 class Engine:
@@ -180,14 +96,11 @@ class Engine:
         self.lost_time = self._clock()
         self._progress_time = self._clock()  # formed, committed, or got work when it had none
         self._has_work = asyncio.Event()
+        self._delays = RetryDelays(settings.retry_delay_s)
         self._leaving = asyncio.Event()
         self._has_left = asyncio.Event()
-        self._in_flight: deque[InFlight] = deque()
-        self._begin_time = 0.0  # of the earliest of these, on an executor
-        self._timer: asyncio.TimerHandle | None = None  # that plans the next one
-        self._late_error: BaseException | None = None
         self._info: GroupInfo | None = None
-        self._scheduler: Scheduler | None = None
+        self._pipeline: StepPipeline | None = None  # of the epoch
         self.measures = GroupMeasures()
         self.measures.flow_counts = waiting.line.counts
         self.measures.suspicions = executors.suspicions
@@ -201,24 +114,11 @@ class Engine:
 
     async def run(self) -> None:
         """Runs the group until `leave`: whatever goes wrong in it is a loss of this group, and no more."""
-        least_delay_s = growing_delay_s = self._settings.retry_delay_s
         while not self._leaving.is_set():
             try:
                 await self._run_epoch(await self._form())
-            except (ExecutorLost, GroupMismatch) as error:
-                loss: Exception = error
-                growing_delay_s = least_delay_s
-                delay_s = self._retry_delay_s()
             except Exception as error:
-                log.exception("group_failed", **self.ids())
-                self.measures.faults["unexpected"] += 1
-                problem = shorten(f"{type(error).__name__}: {error}")
-                loss = ExecutorLost(f"unexpected in this router, whose log has more: {problem}")
-                if self.is_ready and self._stats.num_steps:
-                    growing_delay_s = least_delay_s
-                delay_s = growing_delay_s
-                growing_delay_s = max(least_delay_s, min(2 * delay_s, MAX_RETRY_DELAY_S))
-                self._caches.drop()  # its tables may say what is not so
+                loss, delay_s = self._loss_of(error)
             if self._leaving.is_set():
                 await self._executors.close()  # the other router goes on while callers are told
                 loss = HandedOver()
@@ -232,104 +132,240 @@ class Engine:
                 await asyncio.sleep(delay_s)
         self._has_left.set()
 
+    def _loss_of(self, error: Exception) -> tuple[Exception, float]:
+        """Returns what an error is to the group, and seconds until it may form again."""
+        if isinstance(error, ExecutorLost | GroupMismatch):
+            down_s = None if self.is_ready else self._clock() - self.lost_time
+            return error, self._delays.after_loss(down_s)
+        log.error("group_failed", **self.ids(), exc_info=error)
+        self.measures.faults["unexpected"] += 1
+        self._caches.drop()  # its tables may say what is not so
+        problem = shorten(f"{type(error).__name__}: {error}")
+        loss = ExecutorLost(f"unexpected in this router, whose log has more: {problem}")
+        has_served = self.is_ready and self._stats.num_steps > 0
+        return loss, self._delays.after_fault(has_served=has_served)
+
     async def _wait_for_executors(self, timeout_s: float) -> None:
         """Returns when an executor is there that was not, or the time is over."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._executors.news()
 
-    def _retry_delay_s(self) -> float:
-        """Returns seconds until the next attempt to form, after a loss of executors.
-
-        A group that formed again before its sequences could go to another would lose them twice to
-        an executor whose steps fail while its process lives.
-        """
-        longest_s = self._settings.retry_delay_s
-        if self.is_ready:
-            return longest_s
-        return min(
-            max(RETRY_SHARE * (self._clock() - self.lost_time), MIN_RETRY_DELAY_S), longest_s
-        )
-
-    async def _run_epoch(self, scheduler: Scheduler) -> None:
+    async def _run_epoch(self, pipeline: StepPipeline) -> None:
         """Steps until an executor is lost."""
         try:
             while True:
                 self.waiting.clear_proven()
-                self._plan_now(scheduler)
-                if self._in_flight:
-                    await self._take_answer(scheduler)
+                pipeline.fill()
+                if pipeline.steps:
+                    await pipeline.take_answer()
+                    self._progress_time = self._clock()
+                    if self._kept_check.problem:
+                        raise KeptKVDiffers(self._kept_check.problem)
                 elif self._leaving.is_set():
                     raise HandedOver
                 else:
                     await self._wait_for_work()
         finally:
-            self._stop_timer()
+            pipeline.stop_timer()
 
-    def _plan_now(self, scheduler: Scheduler) -> None:
-        """Plans and sends steps, or sees to it that the next one is planned when it is time."""
-        while len(self._in_flight) < self._settings.pipeline_depth:
-            if (wait_s := self._until_plan_s()) > 0:
-                self._timer = asyncio.get_running_loop().call_later(wait_s, self._plan_late)
-                return
-            if not self._plan(scheduler):
-                return
-
-    async def _take_answer(self, scheduler: Scheduler) -> None:
-        """Receives and commits the earliest step in flight."""
-        step = self._in_flight[0]
-        result = await self._executors.receive(step)
-        received = perf_counter()
-        self._stop_timer()
-        if self._late_error is not None:
-            raise self._late_error
-        drafts = scheduler.commit(step.plan, result)
-        self._in_flight.popleft()
-        if self._kept_check.problem:
-            raise KeptKVDiffers(self._kept_check.problem)
-        self._progress_time = self._begin_time = self._clock()
-        self.measures.lead.note(min(result.queued_ns) * 1e-9, was_put_off=step.is_late)
-        self._stats.add(step.plan, result, self._progress_time, drafts)
-        self.measures.times.add(step, result, received)
-
-    def _plan(self, scheduler: Scheduler, *, is_late: bool = False) -> bool:
-        """Plans a step and sends it; returns False if there is nothing to run, or none shall be."""
-        if self._leaving.is_set() or self._executors.wants_border:
-            return False
-        begun = perf_counter()
-        plan = scheduler.schedule()
-        if plan is None:
-            return False
-        step = InFlight(plan, begun, perf_counter(), is_late)
-        if not self._in_flight:
-            self._begin_time = self._clock()
-        self._executors.send(step)
-        self._in_flight.append(step)
-        return True
-
-    def _until_plan_s(self) -> float:
-        """Returns seconds until the next step is planned; 0: now."""
-        if self._settings.pipeline_depth != 2 or len(self._in_flight) != 1:
-            return 0.0
-        plan = self._in_flight[0].plan
-        cost = self.measures.costs.of(plan)
-        if not (cost.is_known and self._settings.go_by_time):
-            return 0.0
-        wait_s = self.measures.lead.wait_s(cost.predict(plan))
-        return self._begin_time + wait_s - self._clock() if wait_s else 0.0
-
-    def _plan_late(self) -> None:
-        """Plans the next step while the one before it runs; what goes wrong is the loop's to raise."""
-        assert self._scheduler is not None
+    async def _wait_for_work(self) -> None:
+        """Returns when there may be something to schedule; raises if the group is lost first."""
+        lost = asyncio.ensure_future(self._executors.lost())
+        work = asyncio.ensure_future(self._has_work.wait())
         try:
-            self._plan(self._scheduler, is_late=True)
-        except BaseException as error:
-            self._late_error = error
+            recheck_s = TRIAL_CHECK_S if self.waiting.holds_suspects else None
+            await asyncio.wait((lost, work), timeout=recheck_s, return_when=asyncio.FIRST_COMPLETED)
+            if lost.done():
+                lost.result()
+        finally:
+            lost.cancel()
+            work.cancel()
+        self._has_work.clear()
 
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _may_plan(self) -> bool:
+        """Whether another step may follow those that are in flight."""
+        return not (self._leaving.is_set() or self._executors.wants_border)
+
+    async def _form(self) -> StepPipeline:
+        """Begins an epoch, with what the one before it left."""
+        begun = self._clock()
+        info = await self._executors.form()
+        self._check_model(info.model)
+        caches = self._caches.begin_epoch(info)
+        scheduler = Scheduler(
+            info.shape,
+            self.waiting,
+            self._listeners,
+            self._settings,
+            clock=self._clock,
+            on_end=self._end,
+            measures=self.measures,
+            caches=caches,
+            kv_ids=info.kv_ids,
+        )
+        self.measures.costs.begin_epoch((info.model.fingerprint, info.shape))
+        stats = EpochStats(scheduler.caches, scheduler.num_preemptions, info.shape.graph_sizes)
+        self._progress_time = self._clock()
+        self._stats = self.measures.begin_epoch(stats, self._progress_time)
+        self._info = info
+        self._pipeline = StepPipeline(
+            scheduler,
+            self._executors,
+            self._settings,
+            may_plan=self._may_plan,
+            measures=self.measures,
+            stats=stats,
+        )
+        self.model, self.is_ready, self._problem = info.model, True, ""
+        self._state = pb.GROUP_STATE_READY
+        self.events.note(
+            logging.INFO,
+            "group_ready",
+            group=self.group,
+            epoch=info.epoch,
+            dp_size=info.shape.dp_size,
+            model=info.model.name,
+            seconds_down=round(self._clock() - self.lost_time, 3),
+            seconds_waiting=round(begun - self.lost_time, 3),
+            seconds_forming=round(self._clock() - begun, 3),
+            **self._kept_tokens(info.kv_ids),
+        )
+        self.on_change()
+        self._kept_check.begin(list(self.waiting), info.shape.block_size)
+        return self._pipeline
+
+    def _kept_tokens(self, kv_ids: Collection[str]) -> dict[str, int]:
+        """Returns how many tokens of the sequences that wait again ranks still have, and how many not."""
+        counts = {"kept_tokens": 0, "lost_tokens": 0}
+        for sequence in self.waiting:
+            is_kept = sequence.progress.has_kept_kv(kv_ids)
+            name = "kept_tokens" if is_kept else "lost_tokens"
+            counts[name] += sequence.progress.num_computed_tokens
+        return counts
+
+    def _check_model(self, model: ServedModel) -> None:
+        """Checks that what was begun before can go on.
+
+        Raises:
+            GroupMismatch: The executors were started again with another model.
+        """
+        old = self.model
+        if old is not None and (
+            old.fingerprint != model.fingerprint or old.max_model_len > model.max_model_len
+        ):
+            raise GroupMismatch(
+                f"the group served fingerprint={old.fingerprint} max_model_len={old.max_model_len}, "
+                f"and was started again with fingerprint={model.fingerprint} "
+                f"max_model_len={model.max_model_len}: start it with the same, or this router too"
+            )
+
+    def _lose_at_any_cost(self, error: Exception) -> None:
+        """Takes the group out of service; sequences that cannot be kept fail."""
+        pipeline, self._pipeline = self._pipeline, None
+        if pipeline is not None and pipeline.late_error is not None:
+            self._caches.drop()  # nobody was sent that plan, and no list of steps has it
+        try:
+            self._lose(error, pipeline)
+        except Exception:
+            log.exception("group_not_given_up", **self.ids())
+            self.measures.faults["unexpected"] += 1
+            self._caches.drop()
+            if pipeline is not None:
+                self._drop(pipeline.scheduler)
+
+    def _drop(self, scheduler: Scheduler) -> None:
+        """Fails every sequence that is still bound to an epoch that is over."""
+        error = ExecutorFailed("this router failed to keep the request when a group was lost")
+        for sequence in scheduler.table.sequences:
+            if sequence is not None:
+                scheduler.table.detach([sequence])
+                self.fail(sequence, error)
+
+    def _lose(self, error: Exception, pipeline: StepPipeline | None) -> None:
+        """Takes the group out of service; the sequences that it ran wait again."""
+        was_ready, self.is_ready = self.is_ready, False
+        is_held = isinstance(error, GroupHeld)
+        is_planned = is_held or isinstance(error, ExecutorLeft)
+        is_stale = isinstance(error, KeptKVDiffers)
+        self._tell_loss(error, 0 if pipeline is None else len(pipeline.steps), was_ready=was_ready)
+        self.measures.faults["lied"] += isinstance(error, ExecutorLied)
+        self.measures.faults["stale_kv"] += is_stale
+        if is_stale:
+            self._caches.drop()
+        if was_ready:
+            self.lost_time = self._clock()
+            self.measures.end_epoch(self.lost_time, is_planned=is_planned)
+        if is_held:
+            self.measures.stand_by()
+        if pipeline is not None:
+            self._end_epoch(pipeline, is_blameless=is_planned or is_stale)
+        if was_ready or is_held:
+            self.on_change()
+
+    def _tell_loss(self, error: Exception, num_steps: int, *, was_ready: bool) -> None:
+        """Notes what has become of the group, once."""
+        problem, old = str(error), self._problem
+        self._problem = problem
+        if isinstance(error, GroupHeld):
+            self._state = pb.GROUP_STATE_STANDBY
+            if problem != old:
+                self.events.note(logging.INFO, "group_standby", **self.ids(), problem=problem)
+            return
+        is_mismatch = isinstance(error, GroupMismatch)
+        self._state = pb.GROUP_STATE_MISMATCHED if is_mismatch else pb.GROUP_STATE_FORMING
+        if was_ready and isinstance(error, ExecutorLeft):
+            ids = self.ids()
+            self.events.note(logging.INFO, "group_left", **ids, problem=problem, steps=num_steps)
+        elif was_ready:
+            ids = self.ids()
+            self.events.note(logging.WARNING, "group_lost", **ids, problem=problem, steps=num_steps)
+        elif problem != old:
+            level = logging.ERROR if is_mismatch else logging.INFO
+            self.events.note(level, "group_not_formed", group=self.group, problem=problem)
+
+    def _end_epoch(self, pipeline: StepPipeline, *, is_blameless: bool) -> None:
+        """Has the sequences of an epoch wait again, but those that were found to kill executors."""
+        scheduler = pipeline.scheduler
+        lost, is_alone = _lost_sequences(pipeline.steps, scheduler)
+        names = list(dict.fromkeys(sequence.request.request_id for sequence in lost))
+        log.info("steps_lost", **self.ids(), requests=len(names), request_ids=names[:MAX_NAMED])
+        guilty = [] if is_blameless else note_loss(lost, is_alone=is_alone)
+        self._salvage(scheduler, pipeline.steps)
+        scheduler.abandon()
+        for sequence in self._kept_check.stop():
+            self.waiting.discard(sequence)
+        if not is_blameless:
+            self.waiting.clear_bystanders(lost)
+        self.waiting.set_max_running()
+        for sequence in guilty:
+            self._fail_request(sequence.request)
+
+    def _salvage(self, scheduler: Scheduler, lost_steps: Collection[InFlight]) -> None:
+        """Keeps what committed steps computed; nothing, if anything about it is in doubt."""
+        if not self._caches.by_rank:
+            return
+        try:
+            scheduler.salvage([step.plan for step in lost_steps])
+        except Exception:
+            log.exception("kv_not_kept", **self.ids())
+            self.measures.faults["unexpected"] += 1
+            self._caches.drop()
+
+    def ids(self) -> dict[str, int]:
+        """Returns what a log says of the moment; step_id is the earliest that is not back."""
+        epoch = 0 if self._info is None else self._info.epoch
+        return {"group": self.group, "epoch": epoch, "step_id": self._stats.num_steps + 1}
+
+    def _fail_request(self, request: Request) -> None:
+        ids = self.ids()
+        self.events.note(logging.ERROR, "request_failed", **ids, request_id=request.request_id)
+        error = ExecutorFailed(
+            "an executor was lost each time that it ran this request alone: it is not tried again"
+        )
+        for sequence in request.sequences:
+            if not sequence.is_ended:
+                self.fail(sequence, error)
 
     # ---- what others ask of it, between two awaits of the loop
 
@@ -428,7 +464,12 @@ class Engine:
 
     @property
     def _has_sequences(self) -> bool:
-        return bool(self._in_flight or len(self.waiting) or self.num_running)
+        has_steps = self._pipeline is not None and self._pipeline.steps
+        return bool(has_steps or len(self.waiting) or self.num_running)
+
+    @property
+    def _scheduler(self) -> Scheduler | None:
+        return None if self._pipeline is None else self._pipeline.scheduler
 
     def _expect_progress(self) -> None:
         """Starts the clock if there was nothing to do. Call it before work is added."""
@@ -481,187 +522,6 @@ class Engine:
         totals = self.measures.totals()
         self._history.add(self._clock(), self.status(), totals)
         self._flow_shares.add(totals.flows)
-
-    # ---- epochs
-
-    async def _form(self) -> Scheduler:
-        begun = self._clock()
-        info = await self._executors.form()
-        self._check_model(info.model)
-        caches = self._caches.begin_epoch(info)
-        scheduler = Scheduler(
-            info.shape,
-            self.waiting,
-            self._listeners,
-            self._settings,
-            clock=self._clock,
-            on_end=self._end,
-            measures=self.measures,
-            caches=caches,
-            kv_ids=info.kv_ids,
-        )
-        self._info, self._scheduler = info, scheduler
-        self.measures.costs.begin_epoch((info.model.fingerprint, info.shape))
-        stats = EpochStats(scheduler.caches, scheduler.num_preemptions, info.shape.graph_sizes)
-        self._progress_time = self._clock()
-        self._stats = self.measures.begin_epoch(stats, self._progress_time)
-        self.model, self.is_ready, self._problem = info.model, True, ""
-        self._state = pb.GROUP_STATE_READY
-        self.events.note(
-            logging.INFO,
-            "group_ready",
-            group=self.group,
-            epoch=info.epoch,
-            dp_size=info.shape.dp_size,
-            model=info.model.name,
-            seconds_down=round(self._clock() - self.lost_time, 3),
-            seconds_waiting=round(begun - self.lost_time, 3),
-            seconds_forming=round(self._clock() - begun, 3),
-            **self._kept_tokens(info.kv_ids),
-        )
-        self.on_change()
-        self._kept_check.begin(list(self.waiting), info.shape.block_size)
-        return scheduler
-
-    def _kept_tokens(self, kv_ids: Collection[str]) -> dict[str, int]:
-        """Returns how many tokens of the sequences that wait again ranks still have, and how many not."""
-        counts = {"kept_tokens": 0, "lost_tokens": 0}
-        for sequence in self.waiting:
-            is_kept = sequence.progress.has_kept_kv(kv_ids)
-            name = "kept_tokens" if is_kept else "lost_tokens"
-            counts[name] += sequence.progress.num_computed_tokens
-        return counts
-
-    def _check_model(self, model: ServedModel) -> None:
-        """Checks that what was begun before can go on.
-
-        Raises:
-            GroupMismatch: The executors were started again with another model.
-        """
-        old = self.model
-        if old is not None and (
-            old.fingerprint != model.fingerprint or old.max_model_len > model.max_model_len
-        ):
-            raise GroupMismatch(
-                f"the group served fingerprint={old.fingerprint} max_model_len={old.max_model_len}, "
-                f"and was started again with fingerprint={model.fingerprint} "
-                f"max_model_len={model.max_model_len}: start it with the same, or this router too"
-            )
-
-    def _lose_at_any_cost(self, error: Exception) -> None:
-        """Takes the group out of service; sequences that cannot be kept fail."""
-        if self._late_error is not None:  # of a plan that nobody was sent, and no list of steps has
-            self._caches.drop()
-        scheduler, self._late_error = self._scheduler, None
-        try:
-            self._lose(error)
-        except Exception:
-            log.exception("group_not_given_up", **self.ids())
-            self.measures.faults["unexpected"] += 1
-            self._caches.drop()
-            if scheduler is not None:
-                self._drop(scheduler)
-
-    def _drop(self, scheduler: Scheduler) -> None:
-        """Fails every sequence that is still bound to an epoch that is over."""
-        error = ExecutorFailed("this router failed to keep the request when a group was lost")
-        for sequence in scheduler.table.sequences:
-            if sequence is not None:
-                scheduler.table.detach([sequence])
-                self.fail(sequence, error)
-
-    def _lose(self, error: Exception) -> None:
-        """Takes the group out of service; the sequences that it ran wait again."""
-        lost_steps, self._in_flight = self._in_flight, deque()
-        was_ready, self.is_ready = self.is_ready, False
-        is_held, is_mismatch = isinstance(error, GroupHeld), isinstance(error, GroupMismatch)
-        has_left = is_held or isinstance(error, ExecutorLeft)
-        if is_held:
-            if str(error) != self._problem:
-                self.events.note(logging.INFO, "group_standby", **self.ids(), problem=str(error))
-        elif was_ready:
-            level, name = (
-                (logging.INFO, "group_left") if has_left else (logging.WARNING, "group_lost")
-            )
-            ids, steps = self.ids(), len(lost_steps)
-            self.events.note(level, name, **ids, problem=str(error), steps=steps)
-        elif str(error) != self._problem:
-            level = logging.ERROR if is_mismatch else logging.INFO
-            self.events.note(level, "group_not_formed", group=self.group, problem=str(error))
-        self._problem = str(error)
-        if is_mismatch:
-            self._state = pb.GROUP_STATE_MISMATCHED
-        elif is_held:
-            self._state = pb.GROUP_STATE_STANDBY
-        else:
-            self._state = pb.GROUP_STATE_FORMING
-        self.measures.faults["lied"] += isinstance(error, ExecutorLied)
-        if is_stale := isinstance(error, KeptKVDiffers):
-            self.measures.faults["stale_kv"] += 1
-            self._caches.drop()
-        if was_ready:
-            self.lost_time = self._clock()
-            self.measures.end_epoch(self.lost_time, is_planned=has_left)
-        if is_held:
-            self.measures.stand_by()
-        scheduler, self._scheduler = self._scheduler, None
-        if scheduler is not None:
-            lost, is_alone = _lost_sequences(lost_steps, scheduler)
-            names = list(dict.fromkeys(sequence.request.request_id for sequence in lost))
-            log.info("steps_lost", **self.ids(), requests=len(names), request_ids=names[:MAX_NAMED])
-            is_blameless = has_left or is_stale
-            guilty = [] if is_blameless else note_loss(lost, is_alone=is_alone)
-            self._salvage(scheduler, lost_steps)
-            scheduler.abandon()
-            for sequence in self._kept_check.stop():
-                self.waiting.discard(sequence)
-            if not is_blameless:
-                self.waiting.clear_bystanders(lost)
-            self.waiting.set_max_running()
-            for sequence in guilty:
-                self._fail_request(sequence.request)
-        if was_ready or is_held:
-            self.on_change()
-
-    def _salvage(self, scheduler: Scheduler, lost_steps: Collection[InFlight]) -> None:
-        """Keeps what committed steps computed; nothing, if anything about it is in doubt."""
-        if not self._caches.by_rank:
-            return
-        try:
-            scheduler.salvage([step.plan for step in lost_steps])
-        except Exception:
-            log.exception("kv_not_kept", **self.ids())
-            self.measures.faults["unexpected"] += 1
-            self._caches.drop()
-
-    def ids(self) -> dict[str, int]:
-        """Returns what a log says of the moment; step_id is the earliest that is not back."""
-        epoch = 0 if self._info is None else self._info.epoch
-        return {"group": self.group, "epoch": epoch, "step_id": self._stats.num_steps + 1}
-
-    def _fail_request(self, request: Request) -> None:
-        ids = self.ids()
-        self.events.note(logging.ERROR, "request_failed", **ids, request_id=request.request_id)
-        error = ExecutorFailed(
-            "an executor was lost each time that it ran this request alone: it is not tried again"
-        )
-        for sequence in request.sequences:
-            if not sequence.is_ended:
-                self.fail(sequence, error)
-
-    async def _wait_for_work(self) -> None:
-        """Returns when there may be something to schedule; raises if the group is lost first."""
-        lost = asyncio.ensure_future(self._executors.lost())
-        work = asyncio.ensure_future(self._has_work.wait())
-        try:
-            recheck_s = TRIAL_CHECK_S if self.waiting.holds_suspects else None
-            await asyncio.wait((lost, work), timeout=recheck_s, return_when=asyncio.FIRST_COMPLETED)
-            if lost.done():
-                lost.result()
-        finally:
-            lost.cancel()
-            work.cancel()
-        self._has_work.clear()
 
 
 def _lost_sequences(

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from router.engine.engine import Engine, EngineSettings
+from router.engine.engine import Engine
 from router.engine.engines import Engines
+from router.engine.settings import EngineSettings
 from router.errors import Cancelled, DeadlineExceeded, ExecutorFailed, QueueFull
 from router.requests.request import (
     Listeners,

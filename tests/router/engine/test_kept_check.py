@@ -8,8 +8,8 @@ import pytest
 
 from protos.settings import check_settings
 from router.engine import kept_check
-from router.engine.engine import EngineSettings
 from router.engine.engines import Engines
+from router.engine.settings import EngineSettings
 from router.requests.request import Listeners
 from router.requests.waiting_queue import WaitingQueue
 from tests.router.support import fake_executors

@@ -99,14 +99,13 @@ async def test_an_error_in_a_late_plan_is_a_loss_of_the_group(
     async with stepping(engine):
         request = submit(engines, "a", 100)
         await asyncio.sleep(20 * STEP_S)
-        assert engine._timer is not None
-        scheduler = engine._scheduler
-        assert scheduler is not None
+        assert engine._pipeline is not None
+        assert engine._pipeline._timer is not None
 
         def fail() -> StepPlan:
             raise ZeroDivisionError("planning failed")
 
-        monkeypatch.setattr(scheduler, "schedule", fail)
+        monkeypatch.setattr(engine._pipeline.scheduler, "schedule", fail)
         await end_of(request)
         assert engine.measures.faults["unexpected"] == 1
         assert request.sequences[0].error is None

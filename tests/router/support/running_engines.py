@@ -6,8 +6,10 @@ from collections.abc import AsyncIterator, Hashable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from router.engine.engine import Engine, EngineSettings, Executors
+from router.engine.engine import Engine
 from router.engine.engines import Engines, Observer
+from router.engine.executors import Executors
+from router.engine.settings import EngineSettings
 from router.requests.request import Listeners, Request
 from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.step_cost import KNOWN_STEPS, StepCosts
