@@ -1,14 +1,14 @@
 """Scheduling policies beside each other in virtual time: the real scheduler, and models of its peers.
 
     python -m tests.bench.policies.bench_policies [--trace FILE] [--loads 0.6] [--ranks 8] [--cost 30b]
-                                                  [--front] [--flows] [--requests 1500] [--svg FILE]
-                                                  [--processes 2] [--results FILE]
+                                                  [--front] [--flows] [--requests 1500] [--skip 0]
+                                                  [--svg FILE] [--processes 2] [--results FILE]
 
 Requests come as a trace says, faster or slower: load 1 is the rate at which policies with chunks of
-8,192 tokens end requests when all of them wait at once. More than 8 ranks get the trace several times. A step takes what a formula says of its tokens,
-KV and prompts (`world.py`; `--cost` 30b, r1 or cpu), give or take 2 %. vLLM, SGLang and TensorRT-LLM
-are models of their schedulers (`peers.py`) with a perfect host. Every policy has the same ranks, rows,
-KV and kind of prefix cache.
+8,192 tokens end requests when all of them wait at once. More than 8 ranks get the trace several times. `--skip` leaves out its first requests. A step
+takes what a formula says of its tokens, KV and prompts (`world.py`; `--cost` 30b, r1 or cpu), give or
+take 2 %. vLLM, SGLang and TensorRT-LLM are models of their schedulers (`peers.py`) with a perfect host.
+Every policy has the same ranks, rows, KV and kind of prefix cache.
 
 A line for each policy: milliseconds to the first token and between two tokens, per token of an answer,
 seconds to the end, tokens a second, the mean rank's tokens over the fullest's in steps with prompts,
@@ -123,7 +123,7 @@ def neighbours(arrivals: list[Arrival], full: float, sizes: Sizes, cost: Cost) -
 
 
 def main() -> None:
-    numbers = {"requests": 1500, "processes": len(os.sched_getaffinity(0))}
+    numbers = {"requests": 1500, "skip": 0, "processes": len(os.sched_getaffinity(0))}
     lists = {"ranks": (8,), "cost": ("30b",), "loads": (0.6,)}
     files = {"trace": Path, "svg": Path, "results": KEPT}
     options = parse_options(__doc__, front=False, flows=False, **numbers, **lists, **files)
@@ -131,11 +131,11 @@ def main() -> None:
     results = Results(options.results, options.processes)
     panels: dict[str, dict[str, Point]] = {}
     for cost, num_ranks, trace in product(options.cost, options.ranks, traces):
-        group = Run("", traces[trace], options.requests, num_ranks, cost, None)
+        group = Run("", traces[trace], options.requests, num_ranks, cost, None, 1, options.skip)
         full, about = capacity(group, results), f"{trace}, {num_ranks} ranks, {cost}"
         if options.flows:
             print(about, flush=True)
-            arrivals = read_trace(traces[trace], options.requests)
+            arrivals = read_trace(traces[trace], options.requests, options.skip)
             neighbours(arrivals, full, Sizes(num_ranks=num_ranks), COSTS[cost])
             continue
         for load in options.loads:

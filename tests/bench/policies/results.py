@@ -39,9 +39,10 @@ class Run(NamedTuple):
 
     Attributes:
         setting: A name of `settings.ALL`.
-        num_requests: The first of the trace.
+        num_requests: Of the trace.
         rate: Requests a second; None: all wait at once.
         num_copies: So many times over, each time with other prompts.
+        num_skipped: Requests of the trace before these.
     """
 
     setting: str
@@ -51,6 +52,7 @@ class Run(NamedTuple):
     cost: str
     rate: float | None
     num_copies: int = 1
+    num_skipped: int = 0
 
 
 def figures_of(run: Run) -> Figures:
@@ -59,7 +61,7 @@ def figures_of(run: Run) -> Figures:
     Returns its figures, see `world.Outcome`; of our own besides by how many percent steps were off what
     they were predicted to take.
     """
-    arrivals = read_trace(run.trace, run.num_requests)
+    arrivals = read_trace(run.trace, run.num_requests, run.num_skipped)
     period = 0.0 if run.rate is None else len(arrivals) / run.rate
     jobs = [
         replace(job, arrival=job.arrival + number * period)

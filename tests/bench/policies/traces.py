@@ -10,7 +10,7 @@ import datetime
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 
 from tests.bench.policies.world import Job
@@ -34,12 +34,14 @@ class Arrival:
     names: tuple[int, ...] = ()
 
 
-def read_trace(path: Path, count: int) -> list[Arrival]:
-    """Returns the first requests of a trace, the first at 0 s."""
+def read_trace(path: Path, count: int, skipped: int = 0) -> list[Arrival]:
+    """Returns so many requests of a trace behind those that are skipped, the first at 0 s."""
     with path.open(newline="") as file:
         lines = (line for line in file if line.strip() and not line.startswith("#"))
         read = _read_json if path.suffix == ".jsonl" else _read_csv
-        arrivals = [one for one, _ in zip(read(lines), range(count), strict=False)]
+        arrivals = list(islice(read(lines), skipped, skipped + count))
+    if not arrivals:
+        raise SystemExit(f"{path} has no request behind the {skipped} that --skip leaves out")
     start = arrivals[0].time
     cut = [
         Arrival(
