@@ -304,7 +304,8 @@ class Hold:
         now: Time of its making, on the clock of the calls.
 
     Attributes:
-        debt: Request-seconds that bound prompts have waited since the last step that ran some.
+        debt: Request-seconds since the last step with prompts: what those bound have waited, and what
+            those that wait for rows lost to rows that gave no output.
     """
 
     def __init__(self, settings: BudgetSettings, now: float) -> None:
@@ -333,7 +334,9 @@ class Hold:
             oldest: When the first of the prompts was bound.
             num_stuck: Sequences that wait for rows or KV, which decodes give back.
         """
-        self.debt += sum(map(len, prompts)) * (now - self._last_plan)
+        num_held = sum(map(len, prompts))
+        idle = num_held / (num_held + budget.num_decodes)  # share of the rows
+        self.debt += (num_held + idle * num_stuck) * (now - self._last_plan)
         self._last_plan = now
         weight = budget.num_decodes / self._settings.first_token_weight + num_stuck
         excess = max(counts) - sum(counts) / len(counts)

@@ -7,8 +7,9 @@ one a request after another, with a pause between them: its milliseconds to the 
 the router for itself, beside the flood, and at most as the flood's own caller; and the flood's tokens a
 second alone and beside the other caller, by turns. The last line has the medians of the rounds.
 
-Then the flood never ends, and the other caller calls in every second turn of two seconds: the tokens that
-the router served the flood, and both, over those of the turns before and after.
+Then the flood never ends, its answers are of 16 to 48 tokens, so that they do not end together, and the
+other caller calls in every second turn of two seconds: the tokens that the router served the flood, and
+both, over those of the turns before and after.
 """
 
 import asyncio
@@ -70,7 +71,8 @@ async def keep_flooding(client: Client, count: int, end: asyncio.Event) -> None:
     async def go_on() -> None:
         while not end.is_set():
             prompt = [RNG.randint(1, 30) for _ in range(PROMPT_LEN)]
-            await many.complete(prompt, max_tokens=NUM_TOKENS, ignore_eos=True)
+            length = RNG.randint(NUM_TOKENS // 2, 3 * NUM_TOKENS // 2)
+            await many.complete(prompt, max_tokens=length, ignore_eos=True)
 
     async with client.many() as many:
         await asyncio.gather(*[go_on() for _ in range(count)])

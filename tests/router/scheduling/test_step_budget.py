@@ -120,6 +120,20 @@ def test_a_prompt_is_held_the_longer_the_more_decodes_it_costs_and_never_beyond_
     assert now == pytest.approx(min(cost_s, 0.5), abs=0.011)
 
 
+def test_prompts_of_a_full_group_run_when_their_empty_rows_have_cost_what_the_step_will() -> None:
+    """In each step of 12 ms, 4 of 120 rows end: most are served with prompts in every
+    sqrt(2 * 4 ms * 120 / (4 * 12 ms)) = 4.5th step, whoever waits."""
+    hold, num_steps, why = new_hold(), 0, Why.HELD
+    while why is Why.HELD:
+        num_steps += 1
+        ended = [32] * 2 * num_steps  # of each rank; others took their rows
+        budget = budget_of([60 - len(ended)] * 2, 400 * 32)
+        counts, now = [sum(ended)] * 2, 0.012 * num_steps
+        why = hold.decide(budget, prompts_of(ended, ended), counts, now, oldest=0.0, num_stuck=400)
+    assert why is Why.DEBT
+    assert 3 <= num_steps <= 6
+
+
 def test_a_prompt_after_a_time_without_any_runs_at_once() -> None:
     hold = new_hold()
     for now in range(10):
