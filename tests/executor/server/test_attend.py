@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 import pytest
 
 from executor.metrics import Measures
@@ -11,6 +12,7 @@ from executor.parallel.lease import Lease
 from executor.server import QUIET_MS, Beats
 from protos.executor.beats import BEAT_S
 from protos.executor.v1 import executor_pb2 as pb
+from protos.transport.error_details import error_details
 from tests.executor.support.fake_worker import TIMEOUT_S, FakeWorker, HeldGroups, held_step
 from tests.executor.support.ranks.ranks import SECRET
 from tests.executor.support.servers import join_request, reason_of, serving
@@ -30,6 +32,12 @@ async def beat_with(call: Any, **said: Any) -> pb.AttendResponse:
         beat = await call.read()
         if all(getattr(beat, name) == value for name, value in said.items()):
             return beat
+
+
+async def read_to_end(call: Any) -> None:
+    """Reads the beats that are on their way, and what the call ends with."""
+    while await call.read() is not grpc.aio.EOF:
+        pass
 
 
 async def test_beats_say_which_process_epoch_and_step_it_is(fake: Any):
@@ -140,9 +148,11 @@ async def test_beats_end_with_the_process_and_do_not_begin_before_it_has_loaded(
     await call.read()
     await call.read()  # a router came: this one
     await worker.servicer.stop()
-    assert await reason_of(call) == "SHUTTING_DOWN"
-    async with serving(None) as (_, loading):
-        assert await reason_of(await attended(loading)) == "NOT_LOADED"
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read_to_end(call)
+    assert error_details(caught.value).reason == "SHUTTING_DOWN"
+    async with serving(None) as (_, loading):  # which may answer before a beat is sent
+        assert await reason_of(loading.executor.Attend()) == "NOT_LOADED"
 
 
 def join_of(router_id: bytes, epoch: int) -> pb.JoinRequest:

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -33,8 +34,12 @@ async def test_a_step_that_one_of_several_refuses_takes_it_out_of_the_group(
 ):
     """The others have begun the step and would wait for it."""
     worker, client = member
-    worker.failure = failure
-    told, message = await error_of(client.steps(step_id, step_id + 1))
+    worker.failure, may_begin = failure, threading.Event()
+    worker.servicer._compute.submit(may_begin.wait)
+    call = await client.begin(step_id, step_id + 1)
+    await call.done_writing()  # else a failed write may take the place of what the executor says
+    may_begin.set()
+    told, message = await error_of(call)
     assert told == reason
     assert str(failure or "") in message
     await until(lambda: worker.num_leaves)
