@@ -455,7 +455,7 @@ class Scheduler:
         if num_part and num_full == len(prefix.blocks):
             parent = wanted.hashes[num_full - 1] if num_full else sequence.request.cache_salt
             end = progress.num_computed_tokens
-            name = part_name(parent, sequence.tokens[end - num_part : end])
+            name = part_name(parent, sequence.tokens[end - num_part : end], sequence.turn)
             prefix = self.caches[home].add_part(prefix, name, num_part)
         if not len(prefix.blocks):
             return None

@@ -43,15 +43,16 @@ def extend_block_hashes(
         hashes.append(parent)
 
 
-def part_name(parent: bytes, tokens: Int32Array) -> bytes:
+def part_name(parent: bytes, tokens: Int32Array, turn: tuple[float, int, int]) -> bytes:
     """Returns the name of a block of which only the first tokens are computed.
 
     Args:
         parent: Name of the block before it, or the salt.
         tokens: int32, these.
+        turn: Of its sequence (`Sequence.turn`): others that have the same tokens have blocks of their own.
     """
     name = NEW_HASH.copy()
-    name.update(parent + tokens.tobytes())
+    name.update(parent + tokens.tobytes() + repr(turn).encode())
     return name.digest() + PART
 
 

@@ -324,9 +324,10 @@ class RowBlocks:
         table = self._table
         first, num_tokens = divmod(end, table.block_size)
         if num_tokens and not table.has_windows:
-            salt, hashes = table.bound(row).request.cache_salt, self._hashes_of(row, first)
+            sequence, hashes = table.bound(row), self._hashes_of(row, first)
+            parent = hashes[first - 1] if first else sequence.request.cache_salt
             tokens = table.tokens.of(row)[end - num_tokens : end]
-            name = part_name(hashes[first - 1] if first else salt, tokens)
+            name = part_name(parent, tokens, sequence.turn)
             cache = self._caches[table.rank_of(row)]
             cache.insert([name], table.block_table[row, first : first + 1])
 

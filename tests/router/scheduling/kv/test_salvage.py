@@ -170,8 +170,8 @@ def test_a_sequence_goes_on_in_the_middle_of_a_block(num_steps: int, is_drafting
 def test_a_block_that_is_not_full_is_one_users_alone() -> None:
     cache = PrefixCache(num_blocks=8)
     tokens = np.arange(2, dtype=np.int32)
-    name = part_name(b"salt", tokens)
-    for number in range(2):  # two that have the same tokens
+    name = part_name(b"salt", tokens, (1.5, 7, 0))
+    for number in range(2):
         part = cache.pool.acquire(1)
         cache.insert([name], part)
         cache.pool.release(part)
@@ -183,7 +183,24 @@ def test_a_block_that_is_not_full_is_one_users_alone() -> None:
     assert cache.add_part(NO_PREFIX, name, 2) is NO_PREFIX
     cache.pool.release(prefix.blocks)  # with what its user has written behind
     assert cache.pool.num_free == 7
-    assert name != part_name(b"salt", tokens[:1]) != part_name(b"sal", tokens[:1])
+    others = [
+        part_name(b"salt", tokens[:1], (1.5, 7, 0)),
+        part_name(b"sal", tokens, (1.5, 7, 0)),
+        part_name(b"salt", tokens, (1.5, 7, 1)),
+    ]
+    assert len({name, *others}) == 4
+
+
+def test_sequences_that_have_the_same_tokens_go_on_in_the_middle_of_blocks_of_their_own() -> None:
+    world = Stepper(make_shape())
+    requests = [world.submit(PROMPT, max_tokens=25) for _ in range(3)]
+    for _ in range(6):
+        world.step()
+    world.lose()
+    world.step()
+    assert world.measures.kept_kv.num_again == {"kept": 0, "lost": 0}
+    finish(world, *requests)
+    assert_right(*requests)
 
 
 def test_a_block_that_is_not_full_may_be_given_to_others_before_its_sequence_is_back() -> None:
