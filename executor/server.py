@@ -222,11 +222,12 @@ class Beats:
         """Beats until the router ends the call, or until `end`."""
         loop, router = asyncio.get_running_loop(), _Router()
         reader = asyncio.create_task(self._read(requests, router, context))
-        reader.add_done_callback(lambda _: router.wake.set())
+        reader.add_done_callback(lambda _: router.wake_up())
         self._routers.append(router)
         due = loop.time()
         try:
             while not (self._has_ended or reader.done()):
+                router.has_news = False
                 late_s = max(0.0, loop.time() - due)
                 self._late_s.observe(late_s)
                 beat = self._beat()
@@ -236,8 +237,10 @@ class Beats:
                     beat.driver.CopyFrom(pb.Driver(**driver._asdict()))
                 await context.write(beat)
                 due = loop.time() + BEAT_S
-                while not await router.is_woken_before(due) and self._answers_until(router) > due:
+                await router.wait_until(due)
+                while not router.has_news and self._answers_until(router) > due:
                     due = self._answers_until(router)
+                    await router.wait_until(due)
             if reader.done():
                 reader.result()
         finally:
@@ -259,7 +262,7 @@ class Beats:
     def beat_now(self) -> None:
         """Has the next beat go out at once, on all calls."""
         for router in self._routers:
-            router.wake.set()
+            router.wake_up()
 
     def end(self) -> None:
         """Ends all calls."""
@@ -287,16 +290,20 @@ class _Router:
     id: bytes | None = None  # until its first beat
     is_driver: bool = False  # as its last beat said
     epoch: int = 0  # that it drives, likewise
-    wake: asyncio.Event = field(default_factory=asyncio.Event)  # set when a beat is due at once
+    has_news: bool = False  # that no answer of a step tells: a beat is due at once
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def is_woken_before(self, time_s: float) -> bool:
-        """Waits until a time on the event loop's clock. Returns whether a beat is due before."""
-        loop = asyncio.get_running_loop()
-        timer = loop.call_at(time_s, self.wake.set)
-        await self.wake.wait()
-        self.wake.clear()
+    def wake_up(self) -> None:
+        """Has the next beat go out at once."""
+        self.has_news = True
+        self._wake.set()
+
+    async def wait_until(self, time_s: float) -> None:
+        """Waits until a time on the event loop's clock, or until there is news."""
+        timer = asyncio.get_running_loop().call_at(time_s, self._wake.set)
+        await self._wake.wait()
+        self._wake.clear()
         timer.cancel()
-        return loop.time() < time_s
 
 
 class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):

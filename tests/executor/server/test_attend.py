@@ -115,6 +115,25 @@ async def test_answers_stand_for_beats_to_the_router_that_drives_the_epoch_and_t
     assert other.times[:-1] == pytest.approx([BEAT_S * n for n in range(len(other.times) - 1)])
 
 
+@on_virtual_clock
+async def test_news_that_come_as_a_beat_falls_due_are_told_although_answers_stand_for_it() -> None:
+    beats = Beats(pb.AttendResponse, Lease(), Measures().beat_late_s)
+    driver = Context()
+
+    async def requests() -> AsyncIterator[pb.AttendRequest]:
+        yield pb.AttendRequest(router_id=b"router", epoch=7)
+        await asyncio.Event().wait()
+
+    call = asyncio.create_task(beats.attend(requests(), driver))  # type: ignore[arg-type]
+    await asyncio.sleep(BEAT_S / 2)
+    beats.note_answer(7)
+    asyncio.get_running_loop().call_at(BEAT_S, beats.beat_now)
+    await asyncio.sleep(BEAT_S)
+    assert driver.times == pytest.approx([0.0, BEAT_S])
+    beats.end()
+    await call
+
+
 async def test_each_beat_counts_how_late_it_was():
     measures = Measures()
     async with serving(lambda: (FakeWorker(), pb.DescribeResponse()), measures=measures) as (
