@@ -48,7 +48,6 @@ from router.scheduling.kv.prefix_cache import (
     CachedPrefix,
     PrefixCache,
     Wanted,
-    extend_block_hashes,
     part_name,
 )
 from router.scheduling.kv.row_blocks import RowBlocks
@@ -164,7 +163,7 @@ class Scheduler:
             self._line.charge_decodes(self.table.flow.take(self.table.row_set(runs).rows))
         plan = self._builder.build(runs, chunks, limits)
         for chunk in chain.from_iterable(chunks):
-            self._blocks.name(chunk.row)
+            self._blocks.show(chunk.row)
         self.in_flight.append(plan)
         return plan
 
@@ -424,6 +423,7 @@ class Scheduler:
             return False
         num_tokens = len(sequence.tokens)  # once bound, its tokens are a whole row
         wanted = self._wanted_blocks(sequence)
+        self._blocks.name_wanted(wanted)
         found = PrefixCache.find_in(self.caches, wanted)
         home = self._find_home(sequence, wanted, found)
         if only_home and home is None:
@@ -474,15 +474,14 @@ class Scheduler:
         if sequence.hashed_size != block_size:  # by another group
             hashes.clear()
             sequence.hashed_size = block_size
-        if self._may_find(sequence):
-            extend_block_hashes(hashes, tokens, block_size, salt)
-        else:
+        if not self._may_find(sequence):
             count = 0
-        return Wanted(hashes[:count], tokens, block_size, salt)
+        return Wanted(hashes, tokens[: count * block_size], block_size, salt)
 
     def num_left_tokens(self, sequence: Sequence) -> int:
         """Returns prompt tokens that bound sequences and a new one, whose prefix is cached, have to run."""
         wanted, table = self._wanted_blocks(sequence), self.table
+        self._blocks.name_wanted(wanted)
         num_cached = self._shape.block_size * max(cache.estimate(wanted) for cache in self.caches)
         num_bound = np.sum(
             (table.num_extend - table.num_computed)[table.status == RowStatus.EXTEND]

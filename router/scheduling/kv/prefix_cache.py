@@ -80,24 +80,43 @@ NO_PREFIX = CachedPrefix(NO_BLOCKS, NO_BLOCKS)
 class Wanted:
     """Full blocks of a prompt, which caches are asked for.
 
+    Nobody has most prompts' first block, and then the others' names are not worked out.
+
     Args:
-        hashes: [B] their names.
-        tokens: int32, all of theirs at least.
+        names: Of the prompt's blocks as far as they are known; the others are added.
+        tokens: int32, theirs: those behind the last full block are not wanted.
         block_size: Tokens of each.
         salt: What stands before the first.
-
-    Attributes:
-        hashes: As above.
     """
 
     def __init__(
-        self, hashes: list[BlockHash], tokens: Int32Array, block_size: int, salt: bytes
+        self, names: list[BlockHash], tokens: Int32Array, block_size: int, salt: bytes
     ) -> None:
-        self.hashes = hashes
+        self._names = names
+        self._num_blocks = len(tokens) // block_size
         self._tokens = tokens
         self._block_size = block_size
         self._salt = salt
         self._keys: dict[int, bytes] = {}
+
+    def __len__(self) -> int:
+        return self._num_blocks
+
+    @property
+    def first(self) -> BlockHash:
+        """The name of the first block, of at least one."""
+        return self._names_of(1)[0]
+
+    @property
+    def hashes(self) -> list[BlockHash]:
+        """The names of all."""
+        return self._names_of(self._num_blocks)[: self._num_blocks]
+
+    def _names_of(self, count: int) -> list[BlockHash]:
+        if len(self._names) < count:
+            tokens = self._tokens[: count * self._block_size]
+            extend_block_hashes(self._names, tokens, self._block_size, self._salt)
+        return self._names
 
     def key(self, place: int) -> bytes:
         """What a tail has that begins with this block (`Tail.key`); b"": none is wanted.
@@ -107,15 +126,15 @@ class Wanted:
         key = self._keys.get(place)
         if key is None:
             start = place * self._block_size
-            parent = self.hashes[place - 1] if place else self._salt
+            parent = self._names_of(place)[place - 1] if place else self._salt
             first = self._tokens[start : start + self._block_size].tobytes()
-            key = self._keys[place] = parent + first if place < len(self.hashes) else b""
+            key = self._keys[place] = parent + first if place < self._num_blocks else b""
         return key
 
     def tokens_from(self, place: int) -> Int32Array:
         """Returns int32 [B, block_size], the tokens of its blocks from one on."""
         size = self._block_size
-        return self._tokens[place * size : len(self.hashes) * size].reshape(-1, size)
+        return self._tokens[place * size : self._num_blocks * size].reshape(-1, size)
 
 
 class PrefixCache:
@@ -160,18 +179,18 @@ class PrefixCache:
     @staticmethod
     def find_in(caches: "SequenceOf[PrefixCache]", wanted: Wanted) -> dict[int, CachedPrefix]:
         """Returns what `find` does, by rank, of those of a group's caches that have anything."""
-        if not wanted.hashes:
+        if not len(wanted):
             return {}
-        name, key = wanted.hashes[0], wanted.key(0)
-        ranks = [
-            rank
-            for rank, cache in enumerate(caches)
-            if name in cache._block_of or key in cache._tails.by_key
-        ]
+        name, key = wanted.first, wanted.key(0)
+        ranks = [rank for rank, cache in enumerate(caches) if cache.has_first(name, key)]
         if not ranks:
             return {}
         found = ((rank, caches[rank].find(wanted)) for rank in ranks)
         return {rank: prefix for rank, prefix in found if prefix is not NO_PREFIX}
+
+    def has_first(self, name: BlockHash, key: bytes) -> bool:
+        """Whether a block has a name, or a tail begins with it by its key."""
+        return name in self._block_of or key in self._tails.by_key
 
     def find(self, wanted: Wanted) -> CachedPrefix:
         """Returns what `match` does, once what is wanted of tails has its names."""

@@ -27,6 +27,7 @@ from router.scheduling.kv.prefix_cache import (
     WINDOW,
     BlockHash,
     PrefixCache,
+    Wanted,
     extend_block_hashes,
     part_name,
 )
@@ -60,6 +61,9 @@ class RowBlocks:
         self.pools = BlockPools([cache.pool for cache in caches])
         self._preempt = preempt
         self._max_window_blocks = max_window_blocks
+        self._unnamed: dict[
+            bytes, int
+        ] = {}  # rows of prompts that nobody has asked for, by `Tail.key`
 
     # ---- getting blocks
 
@@ -259,20 +263,61 @@ class RowBlocks:
             if start < end:
                 self.pools[rank].release_each(block_ids[start:end])
 
-    def name(self, row: int) -> None:
-        """Lets others find the full blocks of a row whose tokens are known and handed out.
+    def show(self, row: int) -> None:
+        """Lets others find the full blocks of a prompt, as far as it is handed out.
 
         A step in flight may still compute them; a sequence that finds a block runs after that step.
-        Drafts lie behind it, in slots that are written again before they are read. If the step is
-        lost instead, salvage.py takes the names back.
+        If the step is lost instead, salvage.py takes the names back. To name blocks takes hashing and
+        entering each, and most prompts are nobody else's: one that found nothing itself has its first
+        block noted, and has names once another begins alike.
         """
         table = self._table
+        sequence, cache = table.bound(row), self._caches[table.rank_of(row)]
+        names = sequence.block_hashes
+        was_looked_up = len(names) == 1 and not table.num_named_blocks[row]
+        if not was_looked_up or cache.log is not None or table.has_windows:
+            self.name(row)
+        elif table.num_computed[row] >= table.block_size:
+            key = self._key_of(row)
+            other = self._unnamed.setdefault(key, row)
+            if other != row:
+                self.name(other)
+            if other != row or cache.has_first(names[0], key):
+                self.name(row)
+
+    def _key_of(self, row: int) -> bytes:
+        """Returns what a tail of all of a row's blocks is asked for by."""
+        table = self._table
+        sequence = table.bound(row)
+        first: bytes = sequence.tokens[: table.block_size].tobytes()
+        return sequence.request.cache_salt + first
+
+    def name_wanted(self, wanted: Wanted) -> None:
+        """Names the blocks of a prompt that begins as a wanted one does, if one runs."""
+        row = self._unnamed.get(wanted.key(0)) if len(wanted) else None
+        if row is not None:
+            self.name(row)
+
+    def name(self, row: int) -> None:
+        """Names the full blocks of a row whose tokens are known and handed out.
+
+        Drafts lie behind these, in slots that are written again before they are read.
+        """
+        table = self._table
+        self._hide(row)
         num_known = min(int(table.num_tokens[row]), int(table.num_computed[row]))
         first, end = int(table.num_named_blocks[row]), num_known // table.block_size
         if first == end:
             return
         self._name(row, self._hashes_of(row, end), first, end)
         table.num_named_blocks[row] = end
+
+    def _hide(self, row: int) -> None:
+        """Forgets that a row's prompt has no names."""
+        if self._unnamed and not self._table.num_named_blocks[row]:
+            key = self._key_of(row)
+            if self._unnamed.get(key) == row:
+                del self._unnamed[key]
 
     def _hashes_of(self, row: int, end: int) -> list[BlockHash]:
         """Returns the names of a row's blocks, at least of those before ``end``."""
@@ -343,6 +388,8 @@ class RowBlocks:
             is_logged = self._caches[sequence.dp_rank].log is not None
             if is_logged or table.has_windows or len(sequence.block_hashes) >= end:
                 self.name(sequence.row)
+            else:
+                self._hide(sequence.row)
         first = table.num_named_blocks.take(rows)
         table.detach(sequences)
         for sequence, start, end in zip(
@@ -350,7 +397,8 @@ class RowBlocks:
         ):
             if start < end:
                 hashes, salt = sequence.block_hashes, sequence.request.cache_salt
-                tokens = sequence.tokens[start * size : end * size].reshape(-1, size).copy()
+                tokens = sequence.tokens[start * size : end * size].reshape(-1, size)
+                tokens = tokens.copy() if start else tokens  # what is before them is not held
                 block_ids = table.block_table[sequence.row, start:end].copy()
                 tail = Tail(hashes[start - 1] if start else salt, tokens, block_ids)
                 self._caches[sequence.dp_rank].leave(tail)

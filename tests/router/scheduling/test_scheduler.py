@@ -16,6 +16,7 @@ from router.scheduling.scheduler import Scheduler
 from router.scheduling.sequence_table import RowStatus
 from router.scheduling.step import PaddingMode, RowFailure, sequence_capacity
 from router.scheduling.step_budget import Prices, Why
+from tests.router.support.block_checks import kept_blocks
 from tests.router.support.fake_rank import EOS, expected_output
 from tests.router.support.stepper import (
     Stepper,
@@ -141,6 +142,33 @@ def test_a_repeated_prompt_is_computed_from_where_it_differs() -> None:
     assert again.sequences[0].progress.num_cached_tokens == 8
     world.commit()
     finish(world, again)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 6])
+def test_a_prompt_has_names_once_another_begins_alike_while_it_runs(num_steps: int) -> None:
+    world = Stepper(make_shape())
+    [cache] = world.scheduler.caches
+    first = world.submit([*range(9)], max_tokens=20)
+    world.submit([9, *range(8)], max_tokens=20)
+    world.plan()
+    for _ in range(num_steps):
+        world.step()
+    assert cache.num_named == 0
+    other = world.submit([*range(8), 20, 21], max_tokens=20)
+    world.plan()
+    assert cache.num_named >= 2
+    assert other.sequences[0].progress.num_cached_tokens == 8
+    world.check()
+    finish(world, first, other)
+
+
+def test_of_two_prompts_that_begin_together_one_has_its_blocks_kept() -> None:
+    world = Stepper(make_shape())
+    requests = [world.submit([*range(9)]) for _ in range(2)]
+    finish(world, *requests)
+    [cache] = world.scheduler.caches
+    assert len(kept_blocks(cache.pool)) == cache.num_named == 3
+    world.check_idle()
 
 
 def test_the_last_token_of_a_cached_prompt_is_computed_all_the_same() -> None:

@@ -172,6 +172,9 @@ class Stepper:
             )
             assert cache.pool.num_used == len(blocks | window_blocks)
             assert not blocks & window_blocks
+        for key, row in self.scheduler._blocks._unnamed.items():
+            assert key == table.bound(row).tokens[: table.block_size].tobytes()
+            assert table.num_named_blocks[row] == 0
         taken = np.zeros(len(table.status), np.int32)
         for plan in self.in_flight:
             taken += plan.runs
