@@ -32,6 +32,7 @@ from router.scheduling.step import (
 
 LENGTH_DELIMITED = 2  # wire type
 MAX_KNOWN_BYTES = 1 << 16  # of a field whose length is kept as it stands on the wire
+MAX_KNOWN_HEADS = 1 << 14  # of decodes' columns, kept likewise: sizes recur from step to step
 
 # By BatchMode, whose members are the indices: hashing one would take 300 ns.
 _IDLE, _DECODE = int(BatchMode.IDLE), int(BatchMode.DECODE)
@@ -91,10 +92,10 @@ _PART = _Field(pb.StepRequest, "ranks")
 _STARTS = _Field(pb.RankStep, "starts")
 _SEQUENCES = _Field(pb.RankStep, "sequences")
 _COLUMNS = {name: _Field(pb.SequenceColumns, name) for name in RankBatch._fields[1:11]}
-_ROWS, _NUM_COMPUTED = _COLUMNS["rows"], _COLUMNS["num_computed_tokens"]
-_NUM_TOKENS = _COLUMNS["num_tokens"]
-_NUM_NEW_BLOCKS, _NEW_BLOCK_IDS = _COLUMNS["num_new_blocks"], _COLUMNS["new_block_ids"]
-_NEW_WINDOW_BLOCK_IDS = _COLUMNS["new_window_block_ids"]
+DECODE_COLUMNS = (  # that a rank which only decodes may send
+    *("rows", "num_computed_tokens", "num_tokens"),
+    *("num_new_blocks", "new_block_ids", "new_window_block_ids"),
+)
 
 
 def encode_step(plan: StepPlan, epoch: int, step_id: int) -> tuple[list[bytes], int]:
@@ -115,31 +116,56 @@ def encode_step(plan: StepPlan, epoch: int, step_id: int) -> tuple[list[bytes], 
 def _encode_decodes(alike: bytes, decodes: DecodeColumns) -> list[bytes]:
     """Returns each DP rank's StepRequest if it only decodes: bytes of all ranks, cut."""
     row_set, computed, limits, num_new_blocks, new_block_ids, windows, block_cuts = decodes
-    computed_bytes, block_ids = computed.tobytes(), new_block_ids.tobytes()
-    num_tokens, num_new, window_ids = map(_to_bytes, (limits, num_new_blocks, windows))
+    columns = (computed, limits, num_new_blocks, new_block_ids, windows)
+    num_computed, num_tokens, num_new, block_ids, window_ids = map(_to_bytes, columns)
+    has_limits, has_windows = limits is not None, windows is not None
     requests, end, last = [], 0, 0
     for rank, (rows, num_blocks) in enumerate(zip(row_set.local_rows, block_cuts[1:], strict=True)):
         # In line: a loop over the columns, or a call for each rank, would take as long again.
-        start, end, size = end, end + len(rows), len(rows)
-        first, last = last, num_blocks * INT32_BYTES
-        head, columns = _encode_heads(rank)[_DECODE if size else _IDLE], b""
-        if size:
-            pieces = [_ROWS[size], rows, _NUM_COMPUTED[size], computed_bytes[start:end]]
-            if num_tokens is not None:
-                pieces += (_NUM_TOKENS[size], num_tokens[start:end])
-            if num_new is not None and first < last:
-                pieces += (_NUM_NEW_BLOCKS[size], num_new[start:end])
-                pieces += (_NEW_BLOCK_IDS[last - first], block_ids[first:last])
-                if window_ids is not None:
-                    pieces += (_NEW_WINDOW_BLOCK_IDS[last - first], window_ids[first:last])
-            columns = b"".join(pieces)
-            head += _SEQUENCES[len(columns)]
-        requests.append(b"".join((alike, _PART[len(head) + len(columns)], head, columns)))
+        start, end, first, last = end, end + len(rows), last, num_blocks * INT32_BYTES
+        at_rows, at_computed, at_tokens, at_new, at_ids, at_windows = _decode_heads(
+            rank, end - start, last - first, has_limits, has_windows
+        )
+        pieces = [alike, at_rows, rows, at_computed, num_computed[start:end]]
+        if at_new:
+            pieces += at_new, num_new[start:end], at_ids, block_ids[first:last]
+        if has_limits or has_windows:
+            pieces += at_tokens, num_tokens[start:end], at_windows, window_ids[first:last]
+        requests.append(b"".join(pieces))
     return requests
 
 
-def _to_bytes(column: Int32Array | None) -> bytes | None:
-    return None if column is None else column.tobytes()
+@lru_cache(maxsize=MAX_KNOWN_HEADS)
+def _decode_heads(
+    rank: int, num_bytes: int, num_block_bytes: int, has_limits: bool, has_windows: bool
+) -> list[bytes]:
+    """Returns what stands on the wire before each column of a DP rank that only decodes.
+
+    Args:
+        rank: Which one.
+        num_bytes: Of a column of its rows.
+        num_block_bytes: Of a column of their new blocks.
+
+    Returns:
+        Of each of DECODE_COLUMNS; b"" if it is not sent.
+    """
+    of_new = num_bytes if num_block_bytes else 0
+    of_windows = num_block_bytes if has_windows else 0
+    sizes = num_bytes, num_bytes, num_bytes * has_limits, of_new, num_block_bytes, of_windows
+    heads = [
+        _COLUMNS[name][size] if size else b""
+        for name, size in zip(DECODE_COLUMNS, sizes, strict=True)
+    ]
+    num_column_bytes = sum(sizes) + sum(map(len, heads))
+    head = _encode_heads(rank)[_DECODE if num_bytes else _IDLE]
+    if num_bytes:
+        head += _SEQUENCES[num_column_bytes]
+    heads[0] = _PART[len(head) + num_column_bytes] + head + heads[0]
+    return heads
+
+
+def _to_bytes(column: Int32Array | None) -> bytes:
+    return b"" if column is None else column.tobytes()
 
 
 def _encode_batch(alike: bytes, rank: int, batch: RankBatch) -> bytes:
