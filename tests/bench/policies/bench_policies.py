@@ -4,37 +4,37 @@
                                                   [--front] [--flows] [--requests 1500] [--skip 0]
                                                   [--svg FILE] [--processes 2] [--results FILE]
 
-Requests come as a trace says, faster or slower: load 1 is the rate at which policies with chunks of
-8,192 tokens end requests when all of them wait at once. More than 8 ranks get the trace several times. `--skip` leaves out its first requests. A step
-takes what a formula says of its tokens, KV and prompts (`world.py`; `--cost` 30b, r1 or cpu), give or
-take 2 %. vLLM, SGLang and TensorRT-LLM are models of their schedulers (`peers.py`) with a perfect host.
-Every policy has the same ranks, rows, KV and kind of prefix cache.
+Requests come as a trace says, but for the `--skip` first, and faster or slower: load 1 is the rate at which
+policies with chunks of 8,192 tokens end requests when all of them wait at once. More than 8 ranks get the
+trace several times. A step takes what a formula says of its tokens, KV and prompts (`world.py`; `--cost` 30b,
+r1 or cpu), give or take 2 %. vLLM, SGLang and TensorRT-LLM are models of their schedulers (`peers.py`) with
+a perfect host. Every policy has the same ranks, rows, KV and kind of prefix cache.
 
 A line for each policy: milliseconds to the first token and between two tokens, per token of an answer,
 seconds to the end, tokens a second, the mean rank's tokens over the fullest's in steps with prompts,
 share of prompts found in caches, preemptions; and of what Lockstep as it comes is worse in. With `--front`,
 all settings of the peers: for each that no other peer's setting beats in p99 of first token and gap, its first
-token over the best of ours whose gap is no larger. With `--flows`, milliseconds to the first token of short
-prompts beside long ones and of a flow beside a flood, with the requests told apart and as one caller's,
-and how evenly four flows are served (`flows.py`).
+token over the best of ours whose gap is no larger; of ours run those with the targets next below these gaps.
+With `--flows`, milliseconds to the first token of short prompts beside long ones and of a flow beside a flood,
+with the requests told apart and as one caller's, and how evenly four flows are served (`flows.py`).
 
 `--loads`, `--ranks` and `--cost` take several with commas. Runs are kept in the file of `--results`, and made
 again if code that they follow from has changed.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import median
 
 from tests.bench.policies.flows import print_flood, print_long_beside_short, print_shares
-from tests.bench.policies.front import Point, draw, leads
+from tests.bench.policies.front import Point, draw, front_of, leads
 from tests.bench.policies.lockstep import lockstep
 from tests.bench.policies.peers import DEFAULT
 from tests.bench.policies.results import Figures, Results, Run
-from tests.bench.policies.settings import LARGE_CHUNKS, LOCKSTEP, LOCKSTEP_SWEEP, OWN, PEER_SWEEP
+from tests.bench.policies.settings import LARGE_CHUNKS, LOCKSTEP, OWN, PEER_SWEEP, sweep_below
 from tests.bench.policies.traces import OWN as OWN_TRACES
 from tests.bench.policies.traces import Arrival, read_trace
 from tests.bench.policies.world import COSTS, Cost, Sizes
@@ -89,12 +89,15 @@ def print_defaults(group: Run, results: Results) -> None:
     )
 
 
+def points_of(found: Mapping[str, Figures]) -> dict[str, Point]:
+    return {name: (each["first p99"], each["gap p99"]) for name, each in found.items()}
+
+
 def print_front(group: Run, results: Results) -> dict[str, Point]:
     """Prints how far ours is ahead at each point of the peers' front. Returns all points."""
-    found = run_all(group, (*LOCKSTEP_SWEEP, *PEER_SWEEP), results)
-    points = {name: (each["first p99"], each["gap p99"]) for name, each in found.items()}
-    own = {name: points[name] for name in LOCKSTEP_SWEEP}
-    others = {name: points[name] for name in PEER_SWEEP}
+    others = points_of(run_all(group, list(PEER_SWEEP), results))
+    chosen = sweep_below(others[name][1] for name in front_of(others))
+    own = points_of(run_all(group, chosen, results))
     ahead = leads(own, others)
     ratios = [ratio for _, ratio in ahead]
     print(
@@ -103,8 +106,8 @@ def print_front(group: Run, results: Results) -> dict[str, Point]:
     )
     for name, ratio in ahead:
         first, gap = others[name]
-        print(f"    {name:<36}{first:>8.0f}{gap:>8.0f}{ratio:>8.2f}", flush=True)
-    return points
+        print(f"    {name:<36}{first:>8.0f}{gap:>8.1f}{ratio:>8.2f}", flush=True)
+    return own | others
 
 
 def neighbours(arrivals: list[Arrival], full: float, sizes: Sizes, cost: Cost) -> None:

@@ -1,6 +1,7 @@
 """Named settings that are compared: Lockstep's, its peers' defaults, and sweeps of both."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 
 from tests.bench.policies.lockstep import lockstep
 from tests.bench.policies.peers import DEFAULT, sweep
@@ -15,40 +16,28 @@ LOCKSTEP: Builds = {
     OWN: lockstep(),
     f"{OWN}, bound is target": lockstep(max_token_gap_ms=50.0),
 }
-LOCKSTEP_SWEEP: Builds = {
-    f"{OWN} {target:g} to {factor * target:g} ms, weight {NO_HOLD:g}": lockstep(
-        target_token_gap_ms=float(target),
-        max_token_gap_ms=float(factor * target),
-        first_token_weight=NO_HOLD,
-    )
-    for target in (
-        15,
-        18,
-        21,
-        22,
-        23,
-        25,
-        27,
-        30,
-        35,
-        38,
-        40,
-        45,
-        50,
-        60,
-        75,
-        85,
-        100,
-        115,
-        125,
-        150,
-        175,
-        200,
-        300,
-        400,
-    )
-    for factor in (1, 4)
-    if factor * target <= 800
-}
+TARGETS = [round(15 * 1.06**n, 1) for n in range(57)]  # to 390 ms
+
+
+def _sweep_at(target: float) -> Builds:
+    """Returns our settings of one target in milliseconds, none of which holds prompts."""
+    name = f"{OWN} {target:g} ms"
+    common = {"target_token_gap_ms": target, "first_token_weight": NO_HOLD}
+    return {
+        name: lockstep(**common, max_token_gap_ms=target),
+        f"{name}, order of arrival": lockstep(
+            **common, max_token_gap_ms=target, prompt_order_weight=0.0
+        ),
+        f"{name}, at most {4 * target:g}": lockstep(**common),
+    }
+
+
+def sweep_below(gaps: Iterable[float]) -> list[str]:
+    """Returns the names of our settings of the two targets next below each gap in milliseconds."""
+    chosen = {target for gap in gaps for target in [t for t in TARGETS if t <= gap][-2:]}
+    return [name for target in sorted(chosen) for name in _sweep_at(target)]
+
+
+LOCKSTEP_SWEEP: Builds = dict(chain.from_iterable(_sweep_at(t).items() for t in TARGETS))
 PEER_SWEEP: Builds = sweep()
 ALL: Builds = {**LOCKSTEP, **LOCKSTEP_SWEEP, **DEFAULT, **PEER_SWEEP}
