@@ -340,6 +340,11 @@ class Sequence:
         return self.num_tokens - self.num_prompt_tokens
 
     @property
+    def is_interrupted(self) -> bool:
+        """Whether its caller has had tokens and waits for more while it runs them again: not if it gave way."""
+        return self.num_output_tokens > 0 and not self.progress.num_preemptions
+
+    @property
     def min_len(self) -> int:
         """Prompt and output tokens below which no stop token ends it."""
         request = self.request

@@ -22,6 +22,7 @@ touches either. A step is planned in eight moves:
 Until enough steps were timed (`step_cost`), the level is one of tokens and nothing is held.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -45,6 +46,7 @@ from router.scheduling.commit import (
 from router.scheduling.counters import GroupMeasures, TokenGaps
 from router.scheduling.kv.prefix_cache import (
     NO_PREFIX,
+    BlockHash,
     CachedPrefix,
     PrefixCache,
     Wanted,
@@ -71,6 +73,7 @@ from router.scheduling.step_budget import (
 from router.scheduling.step_builder import Chunk, StepBuilder
 
 ROWS_PER_KEPT = 128  # of a group: so seldom one stays free for a flow that has none
+SHARED_TOKENS = 64  # for which an interrupted sequence waits for another that runs them
 
 # Budget, prompts, tokens of each rank, when the oldest was bound, rows, and decodes of each rank.
 _Held = tuple[Budget, list[list[Prompt]], list[int], float, list[int], list[int]]
@@ -342,20 +345,20 @@ class Scheduler:
         self, runs: Mask, num_decodes: list[int], prompts: list[list[Prompt]]
     ) -> Budget:
         """Returns the time of this step."""
-        num_bound = sum(
-            prompt.left
-            for prompt in chain.from_iterable(prompts)
-            if self.table.bound(prompt.row).request.priority >= 0
-        )
+        bound = [(self.table.bound(p.row), p.left) for p in chain.from_iterable(prompts)]
+        first = self._waiting.peek()
+        if (first and first.is_interrupted) or any(each.is_interrupted for each, _ in bound):
+            backlog = math.inf  # their callers wait for the next token
+        else:
+            most = drained_tokens(self._settings, self._prices) * self._shape.dp_size
+            backlog = sum(left for each, left in bound if each.request.priority >= 0)
+            backlog += self._waiting.backlog(most)
         return open_budget(
             self._settings,
             self._prices,
             num_decodes,
             self.table.kv_tokens(runs).tolist(),
-            num_bound
-            + self._waiting.backlog(
-                drained_tokens(self._settings, self._prices) * self._shape.dp_size
-            ),
+            backlog,
             self._shape.max_num_batched_tokens,
         )
 
@@ -377,14 +380,19 @@ class Scheduler:
             self._is_first_binding = False
             if any(each.progress.has_kept_kv(self._kv_ids) for each in self._waiting):
                 self._bind_kept(loads)
+        coming = dict[BlockHash, Turn]()
+        for prompt in chain.from_iterable(prompts):
+            self._note_coming(coming, self.table.bound(prompt.row))
         while (sequence := self._waiting.peek()) is not None:
-            if self._waits_for_its_leader(sequence):
+            if self._waits_for_its_leader(sequence) or self._waits_for_blocks(sequence, coming):
                 deferred.append(self._waiting.pop())
             elif not self._bind_to_best_rank(sequence, loads):
                 if loads.is_stuck:
                     num_stuck = len(self._waiting)
                     self._preempt_for(sequence)
                 break
+            else:
+                self._note_coming(coming, sequence)
         for sequence in deferred:
             self._waiting.push(sequence)
         return num_stuck
@@ -394,6 +402,32 @@ class Scheduler:
         leader = sequence.request.sequences[0]
         is_running = leader.table is not None and leader is not sequence
         return is_running and self.table.status[leader.row] == RowStatus.EXTEND
+
+    def _note_coming(self, coming: dict[BlockHash, Turn], sequence: Sequence) -> None:
+        """Notes a block that an interrupted sequence, which is bound, runs before long, and its turn."""
+        if sequence.is_interrupted:
+            done = int(self.table.num_computed[sequence.row])
+            for name in self._last_shared(sequence.block_hashes, done // self._shape.block_size):
+                coming.setdefault(name, self._turn(sequence, done))
+
+    def _waits_for_blocks(self, sequence: Sequence, coming: dict[BlockHash, Turn]) -> bool:
+        """Whether a bound sequence is about to run what this one would have to run next.
+
+        After a loss many go on at once. Of those that begin alike one computes that, and the others find
+        it as soon as it is planned. New prompts run at once, wherever there is time.
+        """
+        if not (coming and sequence.is_interrupted):
+            return False
+        wanted = self._wanted_blocks(sequence)
+        found = PrefixCache.find_in(self.caches, wanted)
+        first = max((len(prefix.blocks) for prefix in found.values()), default=0)
+        turns = [coming.get(name) for name in self._last_shared(wanted.hashes, first)]
+        return any(turn is not None and turn <= self._turn(sequence) for turn in turns)
+
+    def _last_shared(self, hashes: list[BlockHash], first: int) -> list[BlockHash]:
+        """Returns the name of the block from `first` on that makes it worth to wait, if there is one."""
+        place = first + max(1, SHARED_TOKENS // self._shape.block_size) - 1
+        return hashes[place : place + 1]
 
     def _is_kept_out(self, sequence: Sequence) -> bool:
         """Whether what rows are free are kept for flows that have none.

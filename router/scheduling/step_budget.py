@@ -163,7 +163,8 @@ def open_budget(
     Args:
         num_decodes: [dp_size].
         kv_tokens: [dp_size] that these read.
-        num_backlog: Prompt tokens bound and waiting that may widen the gap.
+        num_backlog: Prompt tokens bound and waiting that may widen the gap; infinity: the gap is there,
+            as answers that had begun wait for them.
         max_tokens: Of a rank in a step.
     """
     num_ranks, total = len(num_decodes), sum(num_decodes)
@@ -178,6 +179,8 @@ def open_budget(
         spare_s = settings.target_first_token_ms / 1e3 - backlog * prices.unit
         need = backlog * base / spare_s if spare_s > 0 else math.inf
         seconds = min(max(target_s, base + prices.unit * need), max_s)
+    elif math.isinf(num_backlog):
+        seconds = max(seconds, max_s)
     chunk = int(max((seconds - base) / prices.unit, settings.min_chunk_tokens))
     num_free = [max_tokens - num for num in num_decodes]
     return Budget(prices, own, num_free, total, base, seconds, min(chunk, max_tokens))

@@ -1,5 +1,6 @@
 """If these fail, answers stand still for longer than they may, or prompts wait while there is time."""
 
+import math
 import random
 from itertools import pairwise
 
@@ -22,7 +23,9 @@ SETTINGS = BudgetSettings()
 MAX_TOKENS = 8192
 
 
-def budget_of(decodes: list[int], backlog: int = 0, settings: BudgetSettings = SETTINGS) -> Budget:
+def budget_of(
+    decodes: list[int], backlog: float = 0, settings: BudgetSettings = SETTINGS
+) -> Budget:
     kv = [1000 * num for num in decodes]
     return open_budget(settings, PRICES, decodes, kv, backlog, MAX_TOKENS)
 
@@ -78,6 +81,12 @@ def test_the_gap_widens_smoothly_with_the_backlog_up_to_its_bound() -> None:
     bounded = BudgetSettings(max_token_gap_ms=50.0)
     assert budget_of([50] * 8, 400_000, bounded).seconds == 0.05
     assert budget_of([0] * 8).seconds == 0.08  # nobody waits for it
+
+
+def test_answers_that_wait_to_go_on_have_the_widest_gap_at_once_whether_or_not_others_decode() -> (
+    None
+):
+    assert [budget_of([num] * 2, math.inf).seconds for num in (0, 50)] == [0.2, 0.2]
 
 
 def test_however_slow_steps_are_without_prompts_some_of_these_run() -> None:

@@ -7,6 +7,8 @@ import pytest
 
 from router.requests.request import Request, Suspicion
 from router.scheduling.kv.prefix_cache import NO_PREFIX, WINDOW, PrefixCache, part_name
+from router.scheduling.scheduler import SHARED_TOKENS
+from router.scheduling.sequence_table import RowStatus
 from tests.router.support.stepper import (
     CHAIN,
     Stepper,
@@ -14,6 +16,7 @@ from tests.router.support.stepper import (
     draft_stepper,
     finish,
     make_shape,
+    token_counts,
 )
 
 PROMPT = list(range(1, 18))  # four blocks of four tokens, and one token more
@@ -224,6 +227,44 @@ def test_a_block_that_is_not_full_may_be_given_to_others_before_its_sequence_is_
     assert world.scheduler.caches[0].pool.evict_all() == 6
     assert world.step().batches[0].num_computed_tokens.tolist() == [0]
     finish(world, request)
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [32, 512])
+def test_what_interrupted_sequences_begin_with_alike_is_computed_once(
+    max_num_batched_tokens: int,
+) -> None:
+    sizes = {"max_num_batched_tokens": max_num_batched_tokens, "max_model_len": 256}
+    world = Stepper(make_shape(num_blocks=240, **sizes))
+    alike = [world.submit([*range(1, 161)], max_tokens=30) for _ in range(3)]
+    while not all(request.sequences[0].num_output_tokens for request in alike):
+        world.step()
+    world.lose()
+    world.scheduler.caches[0].pool.evict_all()
+    num_extend = 0
+    while len(world.admission) or any(world.table.status == RowStatus.EXTEND):
+        [num_tokens] = token_counts(world.step())
+        num_extend += num_tokens
+        world.check()
+    # What little is left of it need not be waited for.
+    assert 160 < num_extend < 160 + 2 * SHARED_TOKENS + 3 * 12
+    finish(world, *alike)
+
+
+def test_new_prompts_that_begin_alike_run_at_once() -> None:
+    world = Stepper(make_shape(num_blocks=240, max_num_batched_tokens=512, max_model_len=128))
+    alike = [world.submit([*range(1, 81)]) for _ in range(3)]
+    assert token_counts(world.step()) == (3 * 80,)
+    finish(world, *alike)
+
+
+def test_who_gave_way_does_not_hurry_and_who_was_interrupted_does() -> None:
+    world = Stepper(make_shape())
+    [sequence] = world.submit(PROMPT).sequences
+    assert not sequence.is_interrupted
+    world.step()
+    assert sequence.is_interrupted
+    world.scheduler.preempt(sequence.row)
+    assert not sequence.is_interrupted
 
 
 def test_who_has_kv_on_a_rank_goes_on_there_before_others_take_its_place() -> None:
