@@ -739,14 +739,15 @@ class ExecutorGroup:
         peer_hosts = [member.description.peer_host for member in members]
 
         async def join(member: Member) -> pb.JoinResponse:
-            kv_id = member.description.kv_id
+            told = member.description
+            is_known = self._kv_ids.get(member.address) == _kv_of(told)
             request = pb.JoinRequest(
                 epoch=self._epoch,
                 store_address=address,
                 secret=secret,
                 peer_hosts=peer_hosts,
                 router_id=self._router_id,
-                kv_id=kv_id if kv_id == self._kv_ids.get(member.address) else "",
+                kv_id=told.kv_id if is_known else "",
                 placement=member.placement,
             )
             stub, timeout_s = self._stubs[member.address], self._settings.form_timeout_s
@@ -762,8 +763,7 @@ class ExecutorGroup:
             if member.description.instance_id != answer.instance_id:
                 raise ExecutorLost(f"{member} was restarted while the group formed")
         return {
-            member.address: answer.kv_id[:MAX_INSTANCE_ID_LEN]
-            for member, answer in zip(members, joined, strict=True)
+            member.address: _kv_of(answer) for member, answer in zip(members, joined, strict=True)
         }
 
 
@@ -777,6 +777,11 @@ def _kv_ids_of_ranks(members: Sequence[Member], kv_ids: Mapping[str, str]) -> tu
 
 def _instance_of(member: Member) -> str:
     return member.description.instance_id[:MAX_INSTANCE_ID_LEN]
+
+
+def _kv_of(told: pb.DescribeResponse | pb.JoinResponse) -> str:
+    """Returns which KV an executor has; "" if it does not say. A new process never has an old one's."""
+    return f"{told.instance_id} {told.kv_id}"[: 2 * MAX_INSTANCE_ID_LEN] if told.kv_id else ""
 
 
 def _lose(loss: asyncio.Future[None], error: ExecutorLost) -> None:

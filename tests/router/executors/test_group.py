@@ -83,6 +83,21 @@ async def test_a_rank_has_its_kv_while_each_of_its_executors_has_and_nobody_else
         assert (await group.form()).kv_ids == ("", third[1])
 
 
+async def test_a_process_that_names_its_kv_as_the_one_before_it_did_is_not_believed() -> None:
+    async with run_group(1) as (group, peers):
+        [first] = (await group.form()).kv_ids
+        peer, asked = peers[0, 0], []
+        kv_id, peer.instance_id = peer.kv_id, "second"
+
+        async def name_it_again() -> None:
+            asked.append(peer.kv_id != kv_id)
+            peer.kv_id = kv_id
+
+        peer.on_join = name_it_again
+        assert (await group.form()).kv_ids != (first,)
+        assert asked == [True], "it was told that nothing is kept"
+
+
 async def test_a_step_is_over_only_when_every_peer_has_ended_it() -> None:
     async with formed_group(1, 2) as (group, peers):
         peers[0, 1].may_answer.clear()
