@@ -62,7 +62,14 @@ class Histogram:
         return buckets
 
 
-Values = float | Histogram | Mapping[str, float] | Mapping[tuple[str, str], float] | None
+Values = (
+    float
+    | Histogram
+    | Mapping[str, float]
+    | Mapping[tuple[str, str], float]
+    | Mapping[tuple[str, str], Histogram]
+    | None
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,6 +160,7 @@ class Engine:
                 if pipeline.steps:
                     await pipeline.take_answer()
                     self._progress_time = self._clock()
+                    self.measures.recovery.step(self._progress_time)
                     if self._kept_check.problem:
                         raise KeptKVDiffers(self._kept_check.problem)
                 elif self._leaving.is_set():
@@ -207,7 +208,9 @@ class Engine:
         self.measures.costs.begin_epoch((info.model.fingerprint, info.shape))
         stats = EpochStats(scheduler.caches, scheduler.num_preemptions, info.shape.graph_sizes)
         self._progress_time = self._clock()
-        self._stats = self.measures.begin_epoch(stats, self._progress_time)
+        self._stats = self.measures.begin_epoch(stats)
+        has_work = len(self.waiting) > 0
+        self.measures.recovery.form(begun, self._progress_time, has_work=has_work)
         self._info = info
         self._pipeline = StepPipeline(
             scheduler,

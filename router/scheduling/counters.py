@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -140,6 +141,7 @@ class EpochStats:
         num_steps: Steps committed.
         last_time: Of the last commit; None before the first.
         num_output_tokens: Tokens sampled.
+        recovery_phase_s: See RecoveryTimes.
         drafts: What came of drafts.
     """
 
@@ -285,6 +287,7 @@ class GroupTotals:
     first_token_s: Histogram
     inter_token_s: Histogram
     recovery_s: Histogram
+    recovery_phase_s: dict[tuple[str, str], Histogram]
     decisions: dict[str, int]
     num_late_plans: int
     plan_lead_s: float
@@ -295,6 +298,64 @@ class GroupTotals:
     step_margin: float
     step_error: float
     flows: dict[str, FlowCounts]
+
+
+class RecoveryTimes:
+    """Times in which a group does not step: from a loss, or as it is taken from another router.
+
+    A phase is "wait", until the forming that succeeds begins; "form", until the group has formed; and
+    "step", until its first step is back, if anything waits for it.
+
+    Attributes:
+        total_s: From a loss until the group has formed again.
+        phase_s: By what it comes after, "loss" or "takeover", and phase. How long a driver was silent
+            before a takeover is not in it.
+        num_takeovers: Times the group was taken from another router.
+    """
+
+    def __init__(self) -> None:
+        phases = ("loss", "wait"), *product(("loss", "takeover"), ("form", "step"))
+        self.total_s = Histogram(LATENCY_BOUNDS)
+        self.phase_s = {phase: Histogram(LATENCY_BOUNDS) for phase in phases}
+        self.num_takeovers = 0
+        self._lost_time: float | None = None
+        self._stood_by = False  # since the last epoch
+        self._formed: tuple[str, float] | None = None  # after what and when, until the first step
+
+    def lose(self, now: float) -> None:
+        """Notes a loss."""
+        self._lost_time, self._formed = now, None
+
+    def stand_by(self) -> None:
+        """Notes that another router drives the group: what is lost is that one's to recover."""
+        self._lost_time, self._stood_by = None, True
+
+    def form(self, begun: float, now: float, *, has_work: bool) -> None:
+        """Notes that the group has formed.
+
+        Args:
+            begun: When that forming began.
+            now: The time.
+            has_work: Whether a step follows at once.
+        """
+        if self._stood_by:
+            self.num_takeovers += 1
+        elif self._lost_time is not None:
+            self.total_s.observe(now - self._lost_time)
+            self.phase_s["loss", "wait"].observe(begun - self._lost_time)
+        else:
+            return  # its first epoch
+        after = "takeover" if self._stood_by else "loss"
+        self.phase_s[after, "form"].observe(now - begun)
+        self._formed = (after, now) if has_work else None
+        self._lost_time, self._stood_by = None, False
+
+    def step(self, now: float) -> None:
+        """Notes that a step is back."""
+        if self._formed is not None:
+            after, formed = self._formed
+            self.phase_s[after, "step"].observe(now - formed)
+            self._formed = None
 
 
 class GroupMeasures:
@@ -309,7 +370,7 @@ class GroupMeasures:
         queue_s: From a sequence's arrival to the first step that ran it.
         first_token_s: From a sequence's arrival to its first token.
         inter_token_s: Between two tokens of a sequence.
-        recovery_s: From the loss of an epoch to the next one's beginning.
+        recovery: Times of its recoveries.
         faults: See GroupTotals; likewise the one that follows.
         suspicions: Counted by who watches the executors.
         kept_kv: What was computed before losses.
@@ -319,8 +380,6 @@ class GroupMeasures:
         self.kept_kv = KeptKV()
         self.faults = Counter({"lied": 0, "unexpected": 0, "stale_kv": 0})
         self.suspicions = Counter[str]()
-        self._num_takeovers = 0
-        self._stood_by = False  # since the last epoch
         self.times = StepTimes()
         self.costs = StepCosts()
         self.lead = PlanLead()
@@ -329,10 +388,9 @@ class GroupMeasures:
         self.queue_s = Histogram(LATENCY_BOUNDS)
         self.first_token_s = Histogram(LATENCY_BOUNDS)
         self.inter_token_s = Histogram(STEP_BOUNDS)
-        self.recovery_s = Histogram(LATENCY_BOUNDS)
+        self.recovery = RecoveryTimes()
         self._num_epochs = 0
         self._losses = Counter({"lost": 0, "left": 0})
-        self._lost_time: float | None = None
         self._is_lost = False
         self._current = EpochStats()
         # What the epochs before the current one came to.
@@ -341,15 +399,10 @@ class GroupMeasures:
         self._num_output_tokens = 0
         self._drafts = DraftCounts()
 
-    def begin_epoch(self, stats: EpochStats, now: float) -> EpochStats:
+    def begin_epoch(self, stats: EpochStats) -> EpochStats:
         """Notes that the group has formed. Returns the epoch's stats."""
         self._num_epochs += 1
-        if self._lost_time is not None:
-            self.recovery_s.observe(now - self._lost_time)
-            self._lost_time = None
         self._is_lost = False
-        self._num_takeovers += self._stood_by
-        self._stood_by = False
         self._current = stats
         return stats
 
@@ -357,10 +410,10 @@ class GroupMeasures:
         """Notes that the current epoch is over.
 
         Args:
-            now: When, on the clock of `begin_epoch`.
+            now: When, on the clock of its recoveries.
             is_planned: Whether an executor was told to stop, and said so.
         """
-        self._lost_time = now
+        self.recovery.lose(now)
         self._is_lost = not is_planned
         self._losses["left" if is_planned else "lost"] += 1
         self._counts, self._steps = self._all_counts(), self._all_steps()
@@ -369,8 +422,9 @@ class GroupMeasures:
         self._current = EpochStats()
 
     def stand_by(self) -> None:
-        """Notes that another router drives the group: what is lost is that one's to recover."""
-        self._lost_time, self._is_lost, self._stood_by = None, False, True
+        """Notes that another router drives the group."""
+        self.recovery.stand_by()
+        self._is_lost = False
 
     def totals(self) -> GroupTotals:
         """Returns all numbers as they are now."""
@@ -385,11 +439,14 @@ class GroupMeasures:
             is_lost=self._is_lost,
             faults=dict(self.faults),
             suspicions=dict(self.suspicions),
-            num_takeovers=self._num_takeovers,
+            num_takeovers=self.recovery.num_takeovers,
             queue_s=self.queue_s.copy(),
             first_token_s=self.first_token_s.copy(),
             inter_token_s=self.inter_token_s.copy(),
-            recovery_s=self.recovery_s.copy(),
+            recovery_s=self.recovery.total_s.copy(),
+            recovery_phase_s={
+                phase: seconds.copy() for phase, seconds in self.recovery.phase_s.items()
+            },
             decisions=dict(self.decisions),
             num_late_plans=self.lead.num_late,
             plan_lead_s=self.lead.seconds,

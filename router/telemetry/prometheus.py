@@ -241,6 +241,10 @@ GROUP_TOTALS: list[Metric[GroupTotals]] = [
            "Between two tokens of a sequence."),
     Metric("recovery_seconds", "histogram", (), lambda t: t.recovery_s,
            "From the loss of an epoch until the group had formed again."),
+    Metric("recovery_phase_seconds", "histogram", ("after", "phase"), lambda t: t.recovery_phase_s,
+           "Where the time of recoveries went, after a loss or a takeover: wait, until the forming that "
+           "succeeded began; form, until the group had formed; step, until its first step was back, if "
+           "sequences waited for it."),
     Metric("kept_tokens_total", "counter", (), lambda t: t.num_kept_tokens,
            "Tokens of sequences that a loss had wait again, whose KV was still there when they went "
            "on."),

@@ -13,6 +13,7 @@ from router.scheduling.counters import (
     PHASES,
     EpochStats,
     GroupMeasures,
+    RecoveryTimes,
     RequestMeasures,
     StepTimes,
     by_rank,
@@ -192,14 +193,38 @@ def test_the_wire_is_what_neither_side_accounts_for(monkeypatch: pytest.MonkeyPa
 def test_a_group_is_lost_from_an_unplanned_loss_until_it_has_formed_again():
     measures = GroupMeasures()
     seen = [measures.totals().is_lost]
-    measures.begin_epoch(EpochStats(), 0.0)
+    measures.begin_epoch(EpochStats())
     measures.end_epoch(1.0)
     seen.append(measures.totals().is_lost)
-    measures.begin_epoch(EpochStats(), 2.0)
+    measures.begin_epoch(EpochStats())
     seen.append(measures.totals().is_lost)
     measures.end_epoch(3.0, is_planned=True)
     seen.append(measures.totals().is_lost)
     assert seen == [False, True, False, False]
+
+
+def test_a_recovery_says_what_it_waited_for():
+    times = RecoveryTimes()
+
+    def seen() -> dict[tuple[str, str], float]:
+        return {phase: s.total for phase, s in times.phase_s.items() if sum(s.counts)}
+
+    times.form(0.0, 1.0, has_work=True)
+    times.step(2.0)
+    assert seen() == {}, "nothing was lost"
+    times.lose(10.0)
+    times.form(12.0, 12.5, has_work=True)
+    times.step(13.5)
+    times.step(20.0)
+    loss = {("loss", "wait"): 2.0, ("loss", "form"): 0.5, ("loss", "step"): 1.0}
+    assert seen() == loss
+    assert (times.total_s.total, times.num_takeovers) == (2.5, 0)
+    times.lose(30.0)
+    times.stand_by()
+    times.form(40.0, 40.25, has_work=False)
+    times.step(50.0)
+    assert seen() == {**loss, ("takeover", "form"): 0.25}
+    assert (times.total_s.total, times.num_takeovers) == (2.5, 1)
 
 
 def test_every_reason_is_there_before_it_happens():
