@@ -39,6 +39,9 @@ class ElasticSettings:
     """Seconds for which an executor has to be there before a group that lacks one takes it in, which
     costs callers a short pause. A group grows once in twice so long, and an executor that lost its place k
     times in an hour is held off for 2^k times so long, 60 times at most."""
+    stage_bytes_per_s: int = setting(0, at_least(0))
+    """Bytes of experts that a spare loads in a second at most, on average, while its group serves, so that it
+    leaves disk and memory to others. 0: as fast as it can."""
 
 
 @dataclass(frozen=True, slots=True)

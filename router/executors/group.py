@@ -204,7 +204,7 @@ class ExecutorGroup:
             self._policy = policy = ElasticPolicy(strength, settings, self._clock())
             self._spares = Spares(
                 policy,
-                settings.grow_after_s,
+                settings,
                 describe=self._describe_spares,
                 stage=lambda address, request: self._stubs[address].Stage(request),
                 on_grow=self._end_at_border,

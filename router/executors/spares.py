@@ -14,6 +14,7 @@ from protos.transport.errors import duration
 from router.executors.elastic import (
     Candidate,
     ElasticPolicy,
+    ElasticSettings,
     Formation,
     SpareState,
 )
@@ -36,7 +37,7 @@ class Spares:
 
     Args:
         policy: Chooses.
-        grow_after_s: Its setting.
+        settings: What the operator said.
         describe: Returns those that answer.
         stage: Calls Stage of one, by address.
         on_grow: Called when the group should form anew, with them.
@@ -45,14 +46,15 @@ class Spares:
     def __init__(
         self,
         policy: ElasticPolicy,
-        grow_after_s: float,
+        settings: ElasticSettings,
         *,
         describe: Callable[[], Awaitable[Sequence[Member]]],
         stage: Stage,
         on_grow: Callable[[], None],
     ) -> None:
         self._policy = policy
-        self._period_s = min(REVIEW_S, grow_after_s / REVIEWS)
+        self._period_s = min(REVIEW_S, settings.grow_after_s / REVIEWS)
+        self._max_bytes_per_s = settings.stage_bytes_per_s
         self._describe = describe
         self._stage = stage
         self._on_grow = on_grow
@@ -135,7 +137,9 @@ class Spares:
         """Has a spare load its experts of a formation; waits for a while if it cannot."""
         total = 0
         try:
-            request = pb.StageRequest(placement=placement_of(formation, spare))
+            request = pb.StageRequest(
+                placement=placement_of(formation, spare), max_bytes_per_s=self._max_bytes_per_s
+            )
             async for progress in self._stage(spare.address, request):
                 total = progress.bytes_total
         except grpc.aio.AioRpcError as error:

@@ -16,7 +16,11 @@ from tests.router.support.peers import ElasticPeers, Peer, error_of, run_step
 
 PATIENT = GroupSettings(step_timeout_s=120, min_step_deadline_s=120, silent_after_ms=0)
 EAGER = GroupSettings(
-    step_timeout_s=120, min_step_deadline_s=120, silent_after_ms=450, grow_after_s=0.05
+    step_timeout_s=120,
+    min_step_deadline_s=120,
+    silent_after_ms=450,
+    grow_after_s=0.05,
+    stage_bytes_per_s=1000,
 )
 
 
@@ -110,7 +114,7 @@ async def test_a_group_grows_at_a_border_by_who_has_been_there_and_has_loaded_it
         with pytest.raises(GroupGrows):
             await world.group.lost()
         assert world.group.wants_border
-        assert len(world.at(third).staged) == 1
+        assert [request.max_bytes_per_s for request in world.at(third).staged] == [1000]
         held = world.at(third).resident[:4]
         assert (await world.group.form()).addresses == (first, third)
         assert experts_of(world.at(third)) == held, "nothing was left to load"

@@ -106,7 +106,7 @@ class Peer:
         num_slots: int = 0,
     ) -> None:
         self.placements: list[pb.Placement] = []
-        self.staged: list[pb.Placement] = []
+        self.staged: list[pb.StageRequest] = []
         self.resident = [-1] * num_slots
         self.attended: list[pb.AttendRequest] = []
         self.may_beat = asyncio.Event()
@@ -197,7 +197,7 @@ class Peer:
         self.resident[:num_slots] = experts[rank].tolist()
 
     async def stage(self, request: pb.StageRequest, context: Any) -> AsyncIterator[Any]:
-        self.staged.append(request.placement)
+        self.staged.append(request)
         self._load(request.placement)
         yield pb.StageResponse(bytes_done=1, bytes_total=1)
 
