@@ -348,7 +348,11 @@ async def test_answers_to_nothing_are_not_kept() -> None:
     """An executor that sent them without end would fill the router's memory."""
     async with formed_group(2) as (group, peers):
         peers[1, 0].answers = lambda answer: [answer, answer]
-        assert await run_step(group, 2) == [[0], [10]]
+        peers[1, 0].may_answer.clear()
+        group.send(step := plan_step(2))
+        await until(lambda: group._streams[0].has_answer)
+        peers[1, 0].may_answer.set()
+        assert (await group.receive(step)).token_ids.tolist() == [0, 10]
         with pytest.raises(ExecutorLied, match=r"dp_rank 1.*answered a step that it was not"):
             await group.lost()
         await until_streams_are(peers, 0)
