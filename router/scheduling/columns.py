@@ -15,16 +15,21 @@ class RowSet(NamedTuple):
     """Some rows of a table, ascending, and where they lie.
 
     Attributes:
-        rows: int64 [n].
+        mask: bool [R], read only. To take them out of a column by it takes less than by `rows`.
         num_rows: [dp_size] how many of them each rank has.
-        cuts: [dp_size + 1] where each rank's part of `rows` begins, and their number.
+        cuts: [dp_size + 1] where each rank's part of them begins, and their number.
         local_rows: [dp_size] each rank's part as the rank numbers its rows: int32, as it travels.
     """
 
-    rows: Rows
+    mask: Mask
     num_rows: list[int]
     cuts: list[int]
     local_rows: list[bytes]
+
+    @property
+    def rows(self) -> Rows:
+        """int64 [n], found at each call."""
+        return np.flatnonzero(self.mask)
 
 
 def spread(starts: Rows, counts: npt.NDArray[np.integer[Any]]) -> Rows:

@@ -22,15 +22,15 @@ class NewTokens(NamedTuple):
     """Tokens that a step gave the rows of a table.
 
     Attributes:
-        rows: int64 [S], rows whose sequences gained some, at least one each.
-        has_token: bool [R], the same rows.
+        has_token: bool [R], rows whose sequences gained some, at least one each.
+        num_rows: How many these are.
         num_kept: Tokens up to the first stop id of each row, summed.
         due: Rows that may have ended, and how many of their newest tokens to look at for it.
         drafts: What came of the step's drafts.
     """
 
-    rows: Rows
     has_token: Mask
+    num_rows: int
     num_kept: int
     due: list[tuple[int, int]]
     drafts: DraftCounts = NO_DRAFTS
@@ -47,13 +47,16 @@ def write_tokens(
         result: What its executors answered.
         has_ended: Some rows may have ended meanwhile; their tokens are dropped.
     """
-    rows, tokens = plan.sampled_rows, result.token_ids
+    # Masks, and columns of the whole table: without gathers they cost a third.
+    has_token, tokens = plan.decodes.row_set.mask.copy(), result.token_ids
+    if plan.sampled_rows is not None:  # chunks stand behind their rank's decodes
+        has_token[plan.sampled_rows] = True
+        tokens = tokens[plan.sampled_rows.argsort()]
     if has_ended:
-        is_live = table.status.take(rows) != RowStatus.ENDED
-        rows, tokens = rows[is_live], tokens[is_live]
-
-    # From here on, columns of the whole table: without gathers they cost a third.
-    column, has_token = table.tokens.add(rows, tokens)
+        is_live = table.status != RowStatus.ENDED
+        tokens = tokens[is_live[has_token]]
+        has_token &= is_live
+    column = table.tokens.add(has_token, tokens)
     is_due = table.num_tokens >= table.max_len
     is_due |= table.is_inspected
     is_due &= has_token
@@ -64,7 +67,7 @@ def write_tokens(
     due: list[tuple[int, int]] = []
     if np.count_nonzero(is_due):
         due = [(row, 1) for row in np.flatnonzero(is_due).tolist()]
-    return NewTokens(rows, has_token, len(rows), due)
+    return NewTokens(has_token, len(tokens), len(tokens), due)
 
 
 def write_runs(
@@ -76,7 +79,7 @@ def write_runs(
     nobody ever sees them. Stop conditions that only Python can check (`is_inspected`) are the
     caller's.
     """
-    rows, limits, tokens = plan.sampled_rows, plan.limits, result.token_ids
+    rows, limits, tokens = plan.decodes.row_set.rows, plan.limits, result.token_ids
     assert limits is not None
     gains = np.ones_like(limits) if result.gains is None else result.gains
     table.num_computed[rows] -= limits - gains
@@ -96,7 +99,7 @@ def write_runs(
     due = list(zip(rows[is_due].tolist(), kept[is_due].tolist(), strict=True))
     has_token = np.zeros(len(table.status), dtype=np.bool_)
     has_token[rows] = True
-    return NewTokens(rows, has_token, int(kept.sum()), due, drafts)
+    return NewTokens(has_token, len(rows), int(kept.sum()), due, drafts)
 
 
 def _cut_at_stops(

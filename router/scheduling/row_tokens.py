@@ -61,17 +61,14 @@ class RowTokens:
         self.last[row] = tokens[-1]
         return place
 
-    def add(self, rows: Rows, tokens: Int32Array) -> tuple[Int32Array, Mask]:
-        """Adds a token to each of some rows, and counts it.
+    def add(self, has_token: Mask, tokens: Int32Array) -> Int32Array:
+        """Adds a token to each row of a mask [R], and counts it.
 
-        Returns:
-            int32 [R], the step's tokens, NO_TOKEN for other rows; it is valid until the next step.
-            And bool [R], rows that gained one.
+        Returns int32 [R], the step's tokens, NO_TOKEN for other rows; valid until the next step.
         """
-        column = self._recent[self._oldest]
+        column: Int32Array = self._recent[self._oldest]
         column.fill(NO_TOKEN)
-        column[rows] = tokens
-        has_token = column != NO_TOKEN
+        column[has_token] = tokens
         np.copyto(self.last, column, where=has_token)
         self._num_tokens += has_token
         self._num_recent = min(self._num_recent + 1, LATEST)
@@ -79,7 +76,7 @@ class RowTokens:
         self._oldest = (self._oldest + 1) % LATEST
         if not is_over:
             self._move(turn * self._num_moved, (turn + 1) * self._num_moved)
-        return column, has_token
+        return column
 
     def add_runs(self, rows: Rows, tokens: Int32Array, counts: Int32Array) -> None:
         """Adds several tokens to each of some rows, end to end; `keep` counts them."""

@@ -193,9 +193,9 @@ class Scheduler:
         self._free_left_rows()
         price = self._measures.costs.add(plan, result)
         if is_speculative:
-            self.gate.add(len(new.rows), new.num_kept, price)
+            self.gate.add(new.num_rows, new.num_kept, price)
             # What one step gives a sequence comes together: no time passes between its tokens.
-            num_more = new.num_kept - num_dropped - len(new.rows)
+            num_more = new.num_kept - num_dropped - new.num_rows
             self._measures.inter_token_s.observe(0.0, num_more)
         return new.drafts
 
@@ -628,7 +628,7 @@ class Scheduler:
                 sequence = table.bound(row)
                 sequence.progress.first_token_time = now
                 self._measures.first_token_s.observe(now - sequence.request.arrival_time)
-        self._gaps.add(new.has_token, len(new.rows), first_rows, now)
+        self._gaps.add(new.has_token, new.num_rows, first_rows, now)
 
     # ---- rows that are given up
 

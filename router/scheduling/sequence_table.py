@@ -33,7 +33,7 @@ from router.scheduling.kv.prefix_cache import CachedPrefix
 from router.scheduling.row_tokens import RowTokens
 from router.scheduling.step import window_reach
 
-Column = TypeVar("Column", Rows, Int32Array)
+Column = TypeVar("Column", Mask, Int32Array)
 
 NUM_STOP_IDS = 4  # a sequence with more stop tokens has them looked at one by one
 
@@ -60,8 +60,8 @@ def _shared(column: Column) -> Column:
     return column
 
 
-def _no_rows(dp_size: int) -> RowSet:
-    nothing = _shared(np.zeros(0, dtype=np.int64))
+def _no_rows(dp_size: int, num_rows: int) -> RowSet:
+    nothing = _shared(np.zeros(num_rows, dtype=np.bool_))
     return RowSet(nothing, [0] * dp_size, [0] * (dp_size + 1), [b""] * dp_size)
 
 
@@ -165,7 +165,7 @@ class SequenceTable:
         self.flat_window_blocks = self.window_block_table.reshape(-1)
         self._ones = _shared(np.ones(num_rows, dtype=np.int32))
         self._sum_type = np.int32 if rows_per_rank * max_model_len < 1 << 31 else np.int64
-        self._last_mask, self._last_row_set = bytes(num_rows), _no_rows(dp_size)
+        self._last_row_set = _no_rows(dp_size, num_rows)
         starts = range(0, num_rows, rows_per_rank)
         self.num_bound_rows = np.zeros(dp_size, dtype=np.int64)
         self._free_rows = [list(range(row, row + rows_per_rank))[::-1] for row in starts]
@@ -182,16 +182,15 @@ class SequenceTable:
 
     def row_set(self, mask: Mask) -> RowSet:
         """Returns the rows of a mask [R]. Asked for the same ones again, it costs a comparison."""
-        last_mask, self._last_mask = self._last_mask, mask.tobytes()
-        if self._last_mask != last_mask:
+        changed = np.flatnonzero(mask != self._last_row_set.mask)
+        if len(changed):
             local_rows, size = self._last_row_set.local_rows.copy(), self.rows_per_rank
-            changed = np.flatnonzero(mask != np.frombuffer(last_mask, dtype=np.bool_))
             for rank in set((changed // size).tolist()):
                 own = mask[rank * size : (rank + 1) * size]
                 local_rows[rank] = np.flatnonzero(own).astype(np.int32).tobytes()
             num_rows = [len(column) // INT32_BYTES for column in local_rows]
             cuts = list(accumulate(num_rows, initial=0))
-            self._last_row_set = RowSet(_shared(np.flatnonzero(mask)), num_rows, cuts, local_rows)
+            self._last_row_set = RowSet(_shared(mask.copy()), num_rows, cuts, local_rows)
         return self._last_row_set
 
     def kv_tokens(self, mask: Mask) -> Rows:
@@ -321,11 +320,10 @@ class SequenceTable:
         num_new = self.num_tokens - self.num_taken
         has_new = num_new > 0
         has_new &= self.columnar_listener == listener
-        rows = np.flatnonzero(has_new)
+        tags = self.tag[has_new]
         if num_new.max() <= 1:  # nobody is behind, of any listener: half the work
             self.num_taken += has_new
-            counts = self._ones[: len(rows)]
-        else:
-            counts = num_new.take(rows)
-            np.copyto(self.num_taken, self.num_tokens, where=has_new)
-        return Columns(self.tag.take(rows), counts, self.tokens.newest(rows, counts))
+            return Columns(tags, self._ones[: len(tags)], self.tokens.last[has_new])
+        counts = num_new[has_new]
+        np.copyto(self.num_taken, self.num_tokens, where=has_new)
+        return Columns(tags, counts, self.tokens.newest(np.flatnonzero(has_new), counts))

@@ -172,9 +172,10 @@ class StepPlan:
         mixed: By DP rank, batches of those that run chunks beside their decodes, or give log
             probabilities.
         runs: bool [R], rows of the sequence table that take part.
-        sampled_rows: Rows of the sequence table that sample, ranks in order, in batch order.
+        sampled_rows: Rows of the sequence table that sample, ranks in order, in batch order; None:
+            those of the decodes.
         num_sampled: [dp_size] how many of these each rank has.
-        limits: int32, of each of those rows, the most tokens that it may gain; None: 1 each.
+        limits: int32, of each decode, the most tokens that it may gain; None: 1 each.
         kv_tokens: int64 [dp_size], computed tokens of each rank's decodes, whose KV they read.
         num_pairs: float64 [dp_size], query-key pairs of each rank's chunks; None: it has none.
     """
@@ -183,7 +184,7 @@ class StepPlan:
     decodes: DecodeColumns
     mixed: Mapping[int, RankBatch]
     runs: Mask
-    sampled_rows: Rows
+    sampled_rows: Rows | None
     num_sampled: SequenceOf[int]
     limits: Int32Array | None
     kv_tokens: Rows

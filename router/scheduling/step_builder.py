@@ -99,7 +99,7 @@ class StepBuilder:
         decodes, has_extend, num_draft_tokens = table.row_set(runs), any(chunks), 0
         kv_tokens = table.kv_tokens(runs)
         num_pairs = self._num_pairs(chunks) if has_extend else None
-        columns, sampled_rows = self._decode_columns(decodes, runs, limits), decodes.rows
+        columns, sampled_rows = self._decode_columns(decodes, limits), None
         mixed: dict[int, RankBatch] = {}
         num_rows = num_tokens = decodes.num_rows
         if limits is not None:
@@ -151,18 +151,17 @@ class StepBuilder:
 
     # ---- steps without prompts
 
-    def _decode_columns(
-        self, decodes: RowSet, runs: Mask, limits: Int32Array | None
-    ) -> DecodeColumns:
+    def _decode_columns(self, decodes: RowSet, limits: Int32Array | None) -> DecodeColumns:
         """Returns every rank's decodes."""
-        table = self._table
-        computed = table.num_computed.take(decodes.rows)
+        table, mask = self._table, decodes.mask
+        computed = table.num_computed[mask]
         if limits is None:
-            table.num_computed += runs
+            table.num_computed += mask
         else:
-            table.num_computed[decodes.rows] = computed + limits
-        has_new = table.num_blocks != table.num_sent_blocks
-        has_new &= runs
+            table.num_computed[mask] = computed + limits
+        num_new = table.num_blocks - table.num_sent_blocks
+        has_new = num_new != 0
+        has_new &= mask
         if not np.count_nonzero(has_new):
             no_cuts = [0] * (table.dp_size + 1)
             return DecodeColumns(decodes, computed, limits, None, NOTHING, None, no_cuts)
@@ -171,10 +170,8 @@ class StepBuilder:
         cuts = table.cuts_of(grown)
         if len(block_ids) > len(grown):  # drafts may take a row over several blocks' ends
             cuts = offsets(counts, cuts)
-        num_new = np.zeros(len(runs), dtype=np.int32)
-        num_new[grown] = counts
-        num_new = num_new.take(decodes.rows)
-        return DecodeColumns(decodes, computed, limits, num_new, block_ids, window_ids, cuts)
+        columns = limits, num_new[mask], block_ids, window_ids
+        return DecodeColumns(decodes, computed, *columns, cuts)
 
     def _take_new_blocks(self, rows: Rows) -> tuple[Int32Array, Int32Array, Int32Array | None]:
         """Returns how many blocks each row has that its executor does not know, and the blocks.

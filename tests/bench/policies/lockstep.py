@@ -92,7 +92,7 @@ class Lockstep:
         plan = work.handle
         assert isinstance(plan, StepPlan)
         self.measures.lead.note(work.queued, was_put_off=work.is_late)
-        tokens, forward_ns = np.ones(len(plan.sampled_rows), np.int32), int(work.seconds * 1e9)
+        tokens, forward_ns = np.ones(sum(plan.num_sampled), np.int32), int(work.seconds * 1e9)
         self.scheduler.commit(plan, StepResult(tokens, None, [0], [forward_ns]))
 
     def _on_end(self, sequence: Sequence) -> None:

@@ -158,7 +158,7 @@ class World:
         return float(steps * options.step_ms / 1e3)
 
     def _answer(self, plan: StepPlan) -> StepResult:
-        num_rows = len(plan.sampled_rows)
+        num_rows = sum(plan.num_sampled)
         gains = np.ones(num_rows, dtype=np.int32)
         if plan.limits is not None:
             drawn = self._rng.geometric(1 - self.options.acceptance, num_rows)

@@ -87,7 +87,7 @@ class TimerExecutors:
 
     async def receive(self, step: InFlight) -> StepResult:
         await asyncio.sleep(max(0.0, self._ends.popleft() - asyncio.get_running_loop().time()))
-        return StepResult(np.ones(len(step.plan.sampled_rows), dtype=np.int32), None, [0], [0])
+        return StepResult(np.ones(sum(step.plan.num_sampled), dtype=np.int32), None, [0], [0])
 
     async def news(self) -> None:
         await asyncio.Event().wait()

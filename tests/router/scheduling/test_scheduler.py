@@ -35,7 +35,7 @@ def test_a_long_prompt_runs_in_chunks_of_the_token_budget() -> None:
     request = world.submit(list(range(1, 28)), max_tokens=2)
     plans = world.run()
     assert [token_counts(plan) for plan in plans] == [(10,), (10,), (7,), (1,)]
-    assert [len(plan.sampled_rows) for plan in plans] == [0, 0, 1, 1]
+    assert [sum(plan.num_sampled) for plan in plans] == [0, 0, 1, 1]
     assert_right(request)
 
 

@@ -22,6 +22,7 @@ from router.scheduling.step import (
 
 NOTHING = np.zeros(0, dtype=np.int32)
 NO_ROWS = np.zeros(0, dtype=np.int64)
+NO_RUNS = np.zeros(0, dtype=np.bool_)
 NO_DECODES = RankBatch(BatchMode.IDLE, NOTHING, NOTHING)
 
 
@@ -74,8 +75,8 @@ def join_batches(batches: Sequence[RankBatch], **agreement: Any) -> StepPlan:
         agreement=Agreement(**fields),
         decodes=_columns(parts),
         mixed=mixed,
-        runs=np.zeros(0, dtype=np.bool_),
-        sampled_rows=NO_ROWS,
+        runs=NO_RUNS,
+        sampled_rows=None,
         num_sampled=[int(column.sum()) for column in samples],
         limits=np.concatenate(limits) if limits else None,
         kv_tokens=NO_ROWS,
@@ -91,9 +92,8 @@ def _columns(parts: Sequence[RankBatch]) -> DecodeColumns:
     num_rows = [len(part.rows) for part in parts]
     new_blocks = [part.new_block_ids for part in parts]
     num_blocks = [0 if ids is None else len(ids) for ids in new_blocks]
-    row_set = RowSet(
-        NO_ROWS, num_rows, [0, *accumulate(num_rows)], [part.rows.tobytes() for part in parts]
-    )
+    local_rows = [part.rows.tobytes() for part in parts]
+    row_set = RowSet(NO_RUNS, num_rows, [0, *accumulate(num_rows)], local_rows)
     return DecodeColumns(
         row_set,
         np.concatenate([part.num_computed_tokens for part in parts]),
