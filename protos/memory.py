@@ -13,7 +13,9 @@ from threading import Thread
 
 INTERVAL_S = 1.0
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-OWN_PAGES_BYTES = 4 << 20  # what has pages of its own, given back when it is freed
+# What is as large has pages of its own, given back when it is freed. The first arrays of KV pools would leave
+# holes instead, through all of which the columns of steps would go, one after the other, and be in no cache.
+OWN_PAGES_BYTES = 1 << 20
 TRIM_BYTES = 16 << 20  # to give them back takes some 30 ms, in which allocations may wait
 
 
