@@ -310,7 +310,7 @@ class ExecutorGroup:
         """Sends each DP rank its part; attention-TP peers get the same."""
         step.step_id = self._last_step_id = self._last_step_id + 1
         step.requests, step.agreement_crc32 = encode_step(step.plan, self._epoch, step.step_id)
-        if not self._has_scored and any(batch.scorings for batch in step.plan.mixed.values()):
+        if not self._has_scored and step.plan.scorings:
             self._has_scored = True
             for stream in self._streams:
                 stream.max_answer_bytes = MAX_ANSWER_BYTES

@@ -1,9 +1,9 @@
 """Step codec: StepPlan to StepRequests, StepResponses to a StepResult."""
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache, lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NoReturn
 from zlib import crc32
 
@@ -17,6 +17,7 @@ from protos.executor.v1 import executor_pb2 as pb
 from router.requests.request import Int32Array, Request
 from router.scheduling.columns import INT32_BYTES
 from router.scheduling.step import (
+    LAST_SAMPLED,
     Agreement,
     BatchMode,
     DecodeColumns,
@@ -92,6 +93,11 @@ _PART = _Field(pb.StepRequest, "ranks")
 _STARTS = _Field(pb.RankStep, "starts")
 _SEQUENCES = _Field(pb.RankStep, "sequences")
 _COLUMNS = {name: _Field(pb.SequenceColumns, name) for name in RankBatch._fields[1:11]}
+_START_COLUMNS = {
+    name: _Field(pb.RowStarts, name) for name in pb.RowStarts.DESCRIPTOR.fields_by_name
+}
+_NO_COLUMNS = (b"",) * len(_COLUMNS)
+_LAST_SAMPLED, _ONE = (np.int32(value).tobytes() for value in (LAST_SAMPLED, 1))
 DECODE_COLUMNS = (  # that a rank which only decodes may send
     *("rows", "num_computed_tokens", "num_tokens"),
     *("num_new_blocks", "new_block_ids", "new_window_block_ids"),
@@ -108,8 +114,10 @@ def encode_step(plan: StepPlan, epoch: int, step_id: int) -> tuple[list[bytes], 
     agreement, checksum = _encode_agreement(plan.agreement)
     alike = pb.StepRequest(epoch=epoch, step_id=step_id).SerializeToString() + agreement
     requests = _encode_decodes(alike, plan.decodes)
-    for rank, batch in plan.mixed.items():
-        requests[rank] = _encode_batch(alike, rank, batch)
+    for (rank, chunks), starts in zip(
+        plan.chunks.items(), _encode_all_starts(plan.chunks.values()), strict=True
+    ):
+        requests[rank] = _encode_mixed(alike, rank, plan.decodes, chunks, starts)
     return requests, checksum
 
 
@@ -168,21 +176,47 @@ def _to_bytes(column: Int32Array | None) -> bytes:
     return b"" if column is None else column.tobytes()
 
 
-def _encode_batch(alike: bytes, rank: int, batch: RankBatch) -> bytes:
-    """Returns the StepRequest of a DP rank that has a batch of its own."""
-    head, pieces = _encode_heads(rank)[batch.mode], list[Any]()
-    if batch.starts:
-        columns = pb.RowStarts()
-        encode_starts(columns, batch.starts)
-        starts = columns.SerializeToString()
+def _encode_mixed(
+    alike: bytes, rank: int, decodes: DecodeColumns, chunks: RankBatch, starts: bytes
+) -> bytes:
+    """Returns the StepRequest of a DP rank that runs chunks behind its decodes.
+
+    Args:
+        starts: The RowStarts of its chunks, serialised; b"": none begins.
+    """
+    head, pieces, ahead = _encode_heads(rank)[chunks.mode], list[Any](), _NO_COLUMNS
+    if starts:
         head += _STARTS[len(starts)] + starts
-    for name, field in _COLUMNS.items():
-        column = getattr(batch, name)
-        if column is not None:
-            pieces += (field[column.nbytes], column)
+    if decodes.row_set.num_rows[rank]:
+        ahead = _decodes_ahead(rank, decodes)
+    for field, first, second in zip(_COLUMNS.values(), ahead, chunks[1:11], strict=True):
+        if second is not None:
+            pieces += (field[len(first) + second.nbytes], first, second)
     sequences = b"".join(pieces)
     head += _SEQUENCES[len(sequences)]
     return b"".join((alike, _PART[len(head) + len(sequences)], head, sequences))
+
+
+def _decodes_ahead(rank: int, decodes: DecodeColumns) -> tuple[bytes, ...]:
+    """Returns a rank's decodes as its columns are where chunks follow, which have no defaults."""
+    part = slice(*decodes.row_set.cuts[rank : rank + 2])
+    blocks = slice(*decodes.block_cuts[rank : rank + 2])
+    count, num_new, windows = part.stop - part.start, decodes.num_new_blocks, b""
+    if decodes.new_window_block_ids is not None:
+        windows = decodes.new_window_block_ids[blocks].tobytes()
+    zeros = bytes(INT32_BYTES * count)
+    return (
+        decodes.row_set.local_rows[rank],
+        decodes.num_computed_tokens[part].tobytes(),
+        count * _LAST_SAMPLED,
+        count * _ONE,
+        zeros if num_new is None else num_new[part].tobytes(),
+        decodes.new_block_ids[blocks].tobytes(),
+        windows,
+        count * b"\1",
+        zeros,
+        b"",
+    )
 
 
 @cache
@@ -209,21 +243,55 @@ def _encode_agreement(agreement: Agreement) -> tuple[bytes, int]:
     return encoded, crc32(encoded)
 
 
+def _encode_all_starts(batches: Collection[RankBatch]) -> list[bytes]:
+    """Returns the RowStarts of each, serialised: columns of all of them, cut, if they are plain."""
+    starts = [start for batch in batches for start in batch.starts]
+    columns, cuts = {}, accumulate((len(batch.starts) for batch in batches), initial=0)
+    if not any(_has_lists(start.sequence.request) for start in starts):
+        columns = _plain_columns(starts) if starts else {}
+        return [
+            b"".join(
+                _START_COLUMNS[name][(last - first) * size] + data[first * size : last * size]
+                for name, (data, size) in columns.items()
+                if first < last
+            )
+            for first, last in pairwise(cuts)
+        ]
+    encoded = []
+    for batch in batches:
+        message = pb.RowStarts()
+        if batch.starts:
+            encode_starts(message, batch.starts)
+        encoded.append(message.SerializeToString())
+    return encoded
+
+
 def encode_starts(columns: pb.RowStarts, starts: Sequence[RowStart]) -> None:
     """Fills the columns of the rows that begin; columns of nothing but defaults stay empty."""
+    for name, (data, _) in _plain_columns(starts).items():
+        setattr(columns, name, data)
+    if any(_has_lists(start.sequence.request) for start in starts):
+        _encode_lists(columns, starts)
+
+
+def _plain_columns(starts: Sequence[RowStart]) -> dict[str, tuple[bytes, int]]:
+    """Returns the columns that have a number for each row, by name, and the bytes of each number."""
     requests = [start.sequence.request for start in starts]
     sampling = [request.sampling for request in requests]
-    columns.rows = _bytes([start.row for start in starts], np.int32)
+    rows = np.array([start.row for start in starts], np.int32)
+    arrays: dict[str, npt.NDArray[Any]] = {"rows": rows}
     given = frozenset().union(*(params.values for params in sampling))
     for field in SAMPLING_FIELDS:
         if field.name in given:
             values = [params[field.name] for params in sampling]
-            setattr(columns, field.name, _bytes(values, field.dtype))
-    columns.seed = _column([start.sequence.seed for start in starts], np.uint64)
-    columns.scores_output = _column([r.output.logprobs for r in requests], np.uint8)
-    columns.num_top_logprobs = _column([r.output.top_logprobs for r in requests], np.int32)
-    if any(map(_has_lists, requests)):
-        _encode_lists(columns, starts)
+            arrays[field.name] = np.array(values, field.dtype)
+    others: dict[str, npt.NDArray[Any]] = {
+        "seed": np.array([start.sequence.seed for start in starts], np.uint64),
+        "scores_output": np.array([request.output.logprobs for request in requests], np.uint8),
+        "num_top_logprobs": np.array([r.output.top_logprobs for r in requests], np.int32),
+    }
+    arrays.update((name, array) for name, array in others.items() if array.any())
+    return {name: (array.tobytes(), array.itemsize) for name, array in arrays.items()}
 
 
 def _has_lists(request: Request) -> bool:
@@ -367,9 +435,8 @@ def decode_step(
     if max(*queued_ns, *forward_ns) >> TIME_BITS:
         _refuse_times(queued_ns, forward_ns)
     scores = {
-        rank: _read_scores(responses[rank].ranks[0], batch.scorings, vocab_size)
-        for rank, batch in plan.mixed.items()
-        if batch.scorings
+        rank: _read_scores(responses[rank].ranks[0], scorings, vocab_size)
+        for rank, scorings in plan.scorings.items()
     }
     all_gains = _join_gains(gains, plan.num_sampled) if gains else None
     return StepResult(tokens, all_gains, queued_ns, forward_ns, failures, scores)

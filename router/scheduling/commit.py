@@ -157,7 +157,7 @@ def hand_out_logprobs(plan: StepPlan, result: StepResult) -> None:
         first_tokens = first_tokens[result.gains.cumsum() - result.gains]
     starts = list(accumulate(plan.num_sampled, initial=0))
     for rank, scores in result.scores.items():
-        _hand_out_logprobs(plan.mixed[rank].scorings, scores, first_tokens[starts[rank] :])
+        _hand_out_logprobs(plan.scorings[rank], scores, first_tokens[starts[rank] :])
 
 
 def _hand_out_logprobs(

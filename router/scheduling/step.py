@@ -3,12 +3,12 @@
 The parts of each rank in each step are named tuples: made in a third of a dataclass's time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from enum import Enum, IntEnum, StrEnum, auto
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -69,7 +69,7 @@ class Scoring:
 class RankBatch(NamedTuple):
     """One DP rank's part of a step, in columns; B sequences. See SequenceColumns.
 
-    A rank that only decodes has none in the plan, but is a part of the DecodeColumns.
+    In a plan, a rank has one for its chunks; decodes are a part of the DecodeColumns.
 
     Attributes:
         rows: [B] rows of this rank's block table.
@@ -100,6 +100,10 @@ class RankBatch(NamedTuple):
     scored_ids: Int32Array | None = None
     starts: SequenceOf[RowStart] = ()
     scorings: SequenceOf[Scoring] = ()
+
+
+LAST_SAMPLED = -1  # a known token that is none: the one that the row sampled last
+NOTHING = np.zeros(0, dtype=np.int32)
 
 
 class DecodeColumns(NamedTuple):
@@ -169,8 +173,8 @@ class StepPlan:
 
     Attributes:
         decodes: All ranks'.
-        mixed: By DP rank, batches of those that run chunks beside their decodes, or give log
-            probabilities.
+        chunks: By DP rank, what runs of prompts behind its decodes, if anything.
+        scorings: By DP rank, who gets log probabilities, if anybody, in batch order.
         runs: bool [R], rows of the sequence table that take part.
         sampled_rows: Rows of the sequence table that sample, ranks in order, in batch order; None:
             those of the decodes.
@@ -182,7 +186,8 @@ class StepPlan:
 
     agreement: Agreement
     decodes: DecodeColumns
-    mixed: Mapping[int, RankBatch]
+    chunks: Mapping[int, RankBatch]
+    scorings: Mapping[int, SequenceOf[Scoring]]
     runs: Mask
     sampled_rows: Rows | None
     num_sampled: SequenceOf[int]
@@ -191,14 +196,39 @@ class StepPlan:
     num_pairs: npt.NDArray[np.float64] | None = None
 
     def batch(self, rank: int) -> RankBatch:
-        """Returns one DP rank's part."""
-        mixed = self.mixed.get(rank)
-        return self.decodes.batch(rank) if mixed is None else mixed
+        """Returns one DP rank's part, made for each call."""
+        batch = join_batches(self.decodes.batch(rank), self.chunks.get(rank))
+        return batch._replace(scorings=self.scorings.get(rank, ()))
 
     @property
     def batches(self) -> list[RankBatch]:
         """Each DP rank's part, made for each call."""
         return [self.batch(rank) for rank in range(len(self.num_sampled))]
+
+
+def join_batches(decodes: RankBatch, chunks: RankBatch | None) -> RankBatch:
+    """Returns a rank's decodes followed by its chunks."""
+    num_decodes = len(decodes.rows)
+    if chunks is None or not num_decodes:
+        return chunks or decodes
+    zeros, ones = np.zeros(num_decodes, dtype=np.int32), np.ones(num_decodes, dtype=np.int32)
+    ahead: Iterable[Any] = (
+        decodes.rows,
+        decodes.num_computed_tokens,
+        np.full(num_decodes, LAST_SAMPLED, dtype=np.int32),
+        ones,
+        zeros if decodes.num_new_blocks is None else decodes.num_new_blocks,
+        NOTHING if decodes.new_block_ids is None else decodes.new_block_ids,
+        NOTHING if decodes.new_window_block_ids is None else decodes.new_window_block_ids,
+        ones.astype(np.uint8),
+        zeros,
+        NOTHING,
+    )
+    columns: Iterable[Any] = (
+        None if second is None else np.concatenate((first, second))
+        for first, second in zip(ahead, chunks[1:11], strict=True)
+    )
+    return RankBatch._make((BatchMode.EXTEND, *columns, chunks.starts, ()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +265,6 @@ class InFlight:
 
 
 NO_FLOATS = np.zeros(0, dtype=np.float32)
-NO_INTS = np.zeros(0, dtype=np.int32)
 
 
 class Scores(NamedTuple):
@@ -246,7 +275,7 @@ class Scores(NamedTuple):
     """
 
     logprobs: Float32Array = NO_FLOATS
-    top_ids: Int32Array = NO_INTS
+    top_ids: Int32Array = NOTHING
     top_logprobs: Float32Array = NO_FLOATS
     given_logprobs: Float32Array = NO_FLOATS
 

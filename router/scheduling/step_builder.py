@@ -6,10 +6,10 @@ Rows are marked as handed out.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from itertools import chain
-from typing import Any, NamedTuple
+from itertools import accumulate, chain, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from router.scheduling.columns import Mask, Rows, RowSet, offsets, spread
 from router.scheduling.sequence_table import RowStatus, SequenceTable
 from router.scheduling.step import (
     NO_GRAPHS,
+    NOTHING,
     Agreement,
     BatchMode,
     CapturedSizes,
@@ -31,11 +32,8 @@ from router.scheduling.step import (
     Scoring,
     SpeculationShape,
     StepPlan,
+    join_batches,
 )
-
-LAST_SAMPLED = -1  # in a batch with chunks: the token that the row of a decode sampled last
-
-NOTHING = np.zeros(0, dtype=np.int32)
 
 
 class Chunk(NamedTuple):
@@ -100,7 +98,7 @@ class StepBuilder:
         kv_tokens = table.kv_tokens(runs)
         num_pairs = self._num_pairs(chunks) if has_extend else None
         columns, sampled_rows = self._decode_columns(decodes, limits), None
-        mixed: dict[int, RankBatch] = {}
+        batches, scorings = dict[int, RankBatch](), dict[int, list[Scoring]]()
         num_rows = num_tokens = decodes.num_rows
         if limits is not None:
             assert speculation is not None
@@ -110,13 +108,14 @@ class StepBuilder:
         counts = Counts(num_rows, num_tokens, num_tokens, num_rows, num_rows)
         if has_extend:
             counts = Counts(*map(list[int], counts))
-            sampled_rows = self._add_chunks(mixed, counts, columns, chunks)
+            batches = self._take_chunks(chunks)
+            sampled_rows = self._add_chunks(counts, decodes, batches)
             runs[[chunk.row for chunk in chain.from_iterable(chunks)]] = True
         if table.num_scored:
-            self._add_scorings(mixed, columns)
+            scorings = self._scorings(columns, batches)
         agreement = self._agree(decodes, counts, has_extend=has_extend, num_drafts=num_draft_tokens)
-        sampled = sampled_rows, counts.sampled
-        return StepPlan(agreement, columns, mixed, runs, *sampled, limits, kv_tokens, num_pairs)
+        parts, sampled = (columns, batches, scorings), (sampled_rows, counts.sampled)
+        return StepPlan(agreement, *parts, runs, *sampled, limits, kv_tokens, num_pairs)
 
     def _agree(
         self, decodes: RowSet, counts: Counts, *, has_extend: bool, num_drafts: int
@@ -187,80 +186,92 @@ class StepBuilder:
         table.num_sent_blocks[rows] = num_blocks
         return num_new, table.flat_blocks.take(places), window_ids
 
-    def _add_chunks(
-        self,
-        mixed: dict[int, RankBatch],
-        counts: Counts,
-        decodes: DecodeColumns,
-        chunks: SequenceOf[SequenceOf[Chunk]],
-    ) -> Rows:
-        """Adds each rank's chunks behind its decodes. Returns all rows that sample, ranks in order."""
+    # ---- prompts
+
+    def _take_chunks(self, chunks: SequenceOf[SequenceOf[Chunk]]) -> dict[int, RankBatch]:
+        """Returns the chunks of each rank that has some. The last one of a prompt makes its row DECODE.
+
+        They are columns of all ranks at once, which are then cut.
+        """
         table = self._table
-        sampled_parts = np.split(decodes.row_set.rows, decodes.row_set.cuts[1:-1])
-        for rank, rank_chunks in enumerate(chunks):
-            if not rank_chunks:
+        rows = np.array([chunk.row for rank in chunks for chunk in rank])
+        counts = np.array([chunk.num_tokens for rank in chunks for chunk in rank], dtype=np.int32)
+        starts, is_first = table.num_computed.take(rows), table.num_sent_blocks.take(rows) == 0
+        ends = starts + counts
+        num_new, block_ids, window_ids = self._take_new_blocks(rows)
+        ends_prompt = ends == table.num_extend.take(rows)
+        table.num_computed[rows] = ends
+        table.status[rows[ends_prompt]] = RowStatus.DECODE
+        sequences = [table.bound(row) for row in rows.tolist()]
+        spans = list(zip(sequences, starts.tolist(), ends.tolist(), strict=True))
+        token_ids = np.concatenate([each.tokens[start:end] for each, start, end in spans])
+        scores = table.scores_prompt.take(rows)
+        scored_ids = [NOTHING] * len(rows)
+        for i in np.flatnonzero(scores).tolist():
+            sequence, start, end = spans[i]
+            last = min(end + 1, sequence.num_prompt_tokens)
+            scored_ids[i] = sequence.tokens[start + 1 : last]
+        cuts = list(accumulate(map(len, chunks), initial=0))
+        local_rows, samples = (
+            (rows % table.rows_per_rank).astype(np.int32),
+            ends_prompt.view(np.uint8),
+        )
+        token_cuts, block_cuts = offsets(counts, cuts), offsets(num_new, cuts)
+        batches = {}
+        for rank, (first, last) in enumerate(pairwise(cuts)):
+            if first == last:
                 continue
-            batch = self._chunk_batch(rank_chunks)
+            part = slice(first, last)
+            blocks = slice(block_cuts[rank], block_cuts[rank + 1])
+            scored = scored_ids[part] if scores[part].any() else []
+            batches[rank] = RankBatch(
+                BatchMode.EXTEND,
+                local_rows[part],
+                starts[part],
+                token_ids[token_cuts[rank] : token_cuts[rank + 1]],
+                counts[part],
+                num_new[part],
+                block_ids[blocks],
+                None if window_ids is None else window_ids[blocks],
+                samples[part],
+                np.array(list(map(len, scored)), dtype=np.int32) if scored else None,
+                np.concatenate(scored) if scored else None,
+                [
+                    RowStart(int(local_rows[i]), sequences[i])
+                    for i in range(first, last)
+                    if is_first[i]
+                ],
+            )
+        return batches
+
+    def _add_chunks(
+        self, counts: Counts, decodes: RowSet, batches: Mapping[int, RankBatch]
+    ) -> Rows:
+        """Counts chunks of prompts beside the decodes. Returns all rows that sample, ranks in order."""
+        sampled, places = [], list[int]()
+        for rank, batch in batches.items():
             assert batch.samples is not None
             assert batch.token_ids is not None
-            sampled = batch.rows[batch.samples != 0] + table.first_rows[rank]
-            num_scored = 0 if batch.scored_ids is None else len(batch.scored_ids)
+            rows = batch.rows[batch.samples != 0] + self._table.first_rows[rank]
+            num_sampled, num_tokens = len(rows), len(batch.token_ids)
             counts.sequences[rank] += len(batch.rows)
-            counts.tokens[rank] += len(batch.token_ids)
-            counts.logits[rank] += len(sampled) + num_scored
-            counts.draft_rows[rank] += len(batch.token_ids) + len(sampled)
-            counts.sampled[rank] += len(sampled)
-            sampled_parts[rank] = np.concatenate((sampled_parts[rank], sampled))
-            mixed[rank] = _join(decodes.batch(rank), batch)
-        return np.concatenate(sampled_parts)
+            counts.tokens[rank] += num_tokens
+            counts.logits[rank] += num_sampled
+            if batch.scored_ids is not None:
+                counts.logits[rank] += len(batch.scored_ids)
+            counts.draft_rows[rank] += num_tokens + num_sampled
+            counts.sampled[rank] += num_sampled
+            sampled.append(rows)
+            places += [decodes.cuts[rank + 1]] * num_sampled
+        return np.insert(decodes.rows, places, np.concatenate(sampled))
 
-    def _chunk_batch(self, chunks: SequenceOf[Chunk]) -> RankBatch:
-        """Returns one rank's chunks. The last one of a prompt makes its row DECODE."""
-        table = self._table
-        columns, starts = [], []
-        for chunk in chunks:
-            row, start = chunk.row, int(table.num_computed[chunk.row])
-            end, local_row = start + chunk.num_tokens, row % table.rows_per_rank
-            num_sent, num_blocks = int(table.num_sent_blocks[row]), int(table.num_blocks[row])
-            new_blocks = table.block_table[row, num_sent:num_blocks]
-            window_blocks = table.window_block_table[row, num_sent:num_blocks]
-            ends_prompt = end == table.num_extend[row]
-            tokens, scored_ids = table.bound(row).tokens, NOTHING
-            if table.scores_prompt[row]:
-                scored_ids = tokens[start + 1 : min(end + 1, int(table.num_prompt[row]))]
-            if num_sent == 0:
-                starts.append(RowStart(local_row, table.bound(row)))
-            counts = chunk.num_tokens, len(new_blocks), ends_prompt, len(scored_ids)
-            ids = tokens[start:end], new_blocks, window_blocks, scored_ids
-            columns.append((local_row, start, *counts, *ids))
-            table.num_sent_blocks[row] = num_blocks
-            table.num_computed[row] = end
-            if ends_prompt:
-                table.status[row] = RowStatus.DECODE
-        rows, computed, num_tokens, num_new, samples, num_scored, *values = zip(
-            *columns, strict=True
-        )
-        token_ids, block_ids, window_ids, scores = map(np.concatenate, values)
-        return RankBatch(
-            BatchMode.EXTEND,
-            np.array(rows, dtype=np.int32),
-            np.array(computed, dtype=np.int32),
-            token_ids,
-            num_tokens=np.array(num_tokens, dtype=np.int32),
-            num_new_blocks=np.array(num_new, dtype=np.int32),
-            new_block_ids=block_ids,
-            new_window_block_ids=window_ids if table.has_windows else None,
-            samples=np.array(samples, dtype=np.uint8),
-            num_scored=np.array(num_scored, dtype=np.int32) if len(scores) else None,
-            scored_ids=scores if len(scores) else None,
-            starts=starts,
-        )
-
-    def _add_scorings(self, mixed: dict[int, RankBatch], decodes: DecodeColumns) -> None:
-        """Adds the sequences that get log probabilities."""
-        table = self._table
+    def _scorings(
+        self, decodes: DecodeColumns, chunks: Mapping[int, RankBatch]
+    ) -> dict[int, list[Scoring]]:
+        """Returns who gets log probabilities, of the ranks that have any."""
+        table, scorings = self._table, dict[int, list[Scoring]]()
         for rank in range(table.dp_size):
-            batch = mixed.get(rank) or decodes.batch(rank)
+            batch = join_batches(decodes.batch(rank), chunks.get(rank))
             rows = batch.rows + table.first_rows[rank]
             samples = np.ones(len(rows), np.uint8) if batch.samples is None else batch.samples
             sample_indices = samples.cumsum() - 1
@@ -269,7 +280,7 @@ class StepBuilder:
             if num_scored is None or scored_ids is None:
                 num_scored, scored_ids = np.zeros_like(batch.rows), NOTHING
             ends = num_scored.cumsum()
-            scorings = [
+            of_rank = [
                 Scoring(
                     table.bound(int(rows[i])),
                     scored_ids[ends[i] - num_scored[i] : ends[i]],
@@ -277,33 +288,9 @@ class StepBuilder:
                 )
                 for i in np.flatnonzero(is_sampled | (num_scored > 0)).tolist()
             ]
-            if scorings:
-                mixed[rank] = batch._replace(scorings=scorings)
-
-
-def _join(decodes: RankBatch, chunks: RankBatch) -> RankBatch:
-    """Returns a rank's decodes followed by its chunks."""
-    num_decodes = len(decodes.rows)
-    if num_decodes == 0:
-        return chunks
-    zeros, ones = np.zeros(num_decodes, dtype=np.int32), np.ones(num_decodes, dtype=np.int32)
-    ahead: Iterable[Any] = (
-        decodes.rows,
-        decodes.num_computed_tokens,
-        np.full(num_decodes, LAST_SAMPLED, dtype=np.int32),
-        ones,
-        zeros if decodes.num_new_blocks is None else decodes.num_new_blocks,
-        NOTHING if decodes.new_block_ids is None else decodes.new_block_ids,
-        NOTHING if decodes.new_window_block_ids is None else decodes.new_window_block_ids,
-        ones.astype(np.uint8),
-        zeros,
-        NOTHING,
-    )
-    columns: Iterable[Any] = (
-        None if second is None else np.concatenate((first, second))
-        for first, second in zip(ahead, chunks[1:11], strict=True)
-    )
-    return RankBatch._make((BatchMode.EXTEND, *columns, chunks.starts, ()))
+            if of_rank:
+                scorings[rank] = of_rank
+        return scorings
 
 
 # ---- agreement of all ranks

@@ -241,7 +241,7 @@ class RowBlocks:
         table = self._table
         starts, is_due = table.num_tokens - 1, has_token.copy()
         if plan.agreement.has_extend:
-            for rank, batch in plan.mixed.items():
+            for rank, batch in plan.chunks.items():
                 if batch.samples is not None and batch.num_tokens is not None:
                     is_part = batch.samples == 0
                     rows = batch.rows[is_part] + table.first_rows[rank]

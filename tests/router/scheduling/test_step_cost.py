@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from router.scheduling.step import (
-    NO_INTS,
+    NOTHING,
     Agreement,
     PaddingMode,
     StepPlan,
@@ -162,7 +162,7 @@ def test_a_speculative_step_is_priced_by_what_its_rows_would_take_without_drafts
     plain = step(rows, [50_000] * NUM_RANKS, None)
     agreement = replace(plain.agreement, num_draft_tokens=4, graph_size=40)
     drafted = replace(plain, agreement=agreement, num_sampled=rows)
-    answer = StepResult(NO_INTS, None, [0], forward_ns=[int(3 * seconds(plain) * 1e9)])
+    answer = StepResult(NOTHING, None, [0], forward_ns=[int(3 * seconds(plain) * 1e9)])
     assert costs.add(drafted, answer) is None
     learn(costs.plain, rng, 600)
     assert costs.add(drafted, answer) == pytest.approx(3, rel=0.05)

@@ -52,8 +52,8 @@ def join_results(parts: Sequence[RankResult]) -> StepResult:
 
 def join_batches(batches: Sequence[RankBatch], **agreement: Any) -> StepPlan:
     """Returns a plan of all ranks' parts, those that only decode in its columns."""
-    mixed = {rank: batch for rank, batch in enumerate(batches) if not _only_decodes(batch)}
-    parts = [NO_DECODES if rank in mixed else batch for rank, batch in enumerate(batches)]
+    chunks = {rank: batch for rank, batch in enumerate(batches) if not _only_decodes(batch)}
+    parts = [NO_DECODES if rank in chunks else batch for rank, batch in enumerate(batches)]
     num_tokens = tuple(
         len(batch.rows if batch.token_ids is None else batch.token_ids) for batch in batches
     )
@@ -74,7 +74,8 @@ def join_batches(batches: Sequence[RankBatch], **agreement: Any) -> StepPlan:
     return StepPlan(
         agreement=Agreement(**fields),
         decodes=_columns(parts),
-        mixed=mixed,
+        chunks=chunks,
+        scorings={rank: batch.scorings for rank, batch in chunks.items() if batch.scorings},
         runs=NO_RUNS,
         sampled_rows=None,
         num_sampled=[int(column.sum()) for column in samples],
