@@ -5,7 +5,6 @@ They know no names: those are the prefix cache's. No tensors.
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -296,17 +295,16 @@ class BlockPools:
             places, ranks, block_ids = places[unused], ranks[unused], block_ids[unused]
         is_kept = self._is_kept.take(places)
         self._line_up(places[is_kept], block_ids[is_kept], ranks[is_kept])
-        freed, cuts = block_ids[~is_kept], ranks[~is_kept].searchsorted(range(len(counts) + 1))
-        for pool, (start, end) in zip(self._pools, pairwise(cuts.tolist()), strict=True):
-            if start < end:
-                pool.free_up(freed[start:end])
+        freed, ranks = block_ids[~is_kept], ranks[~is_kept]
+        for rank in set(ranks.tolist()):
+            self._pools[rank].free_up(freed[ranks == rank])
 
     def _line_up(self, places: Counts, block_ids: BlockIds, ranks: Counts) -> None:
         counts = np.bincount(ranks, minlength=len(self._pools))
-        starts = [
-            pool.lengthen(count) for pool, count in zip(self._pools, counts.tolist(), strict=True)
-        ]
-        indices = np.arange(len(ranks)) + (starts - (counts.cumsum() - counts)).take(ranks)
+        starts = counts - counts.cumsum()
+        for rank in np.flatnonzero(counts).tolist():
+            starts[rank] += self._pools[rank].lengthen(int(counts[rank]))
+        indices = np.arange(len(ranks)) + starts.take(ranks)
         self._queue[QUEUE_LEN * self._first.take(ranks) + indices] = block_ids
         self._index_of[places] = indices
         self._num_cached += counts

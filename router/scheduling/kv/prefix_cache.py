@@ -182,11 +182,12 @@ class PrefixCache:
         if not len(wanted):
             return {}
         name, key = wanted.first, wanted.key(0)
-        ranks = [rank for rank, cache in enumerate(caches) if cache.has_first(name, key)]
-        if not ranks:
-            return {}
-        found = ((rank, caches[rank].find(wanted)) for rank in ranks)
-        return {rank: prefix for rank, prefix in found if prefix is not NO_PREFIX}
+        found = {
+            rank: cache.find(wanted)
+            for rank, cache in enumerate(caches)
+            if name in cache._block_of or key in cache._tails.by_key  # `has_first`, in line
+        }
+        return {rank: prefix for rank, prefix in found.items() if prefix is not NO_PREFIX}
 
     def has_first(self, name: BlockHash, key: bytes) -> bool:
         """Whether a block has a name, or a tail begins with it by its key."""

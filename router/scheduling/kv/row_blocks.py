@@ -211,8 +211,8 @@ class RowBlocks:
             if table.sequences[row] is not None:  # else it was named when it ended
                 self.name(row)
         backwards = np.array(sorted(rows, reverse=True))
-        num_blocks, counts = table.num_blocks.take(backwards), np.zeros(table.dp_size, np.int64)
-        np.add.at(counts, backwards // table.rows_per_rank, num_blocks)
+        num_blocks, ranks = table.num_blocks.take(backwards), backwards // table.rows_per_rank
+        counts = np.bincount(ranks, num_blocks, table.dp_size).astype(np.int64)
         places = spread(table.block_starts.take(backwards), num_blocks)[::-1]
         self.pools.release(table.flat_blocks.take(places), counts)
         if table.has_windows:
