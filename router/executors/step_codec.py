@@ -131,10 +131,11 @@ def _encode_decodes(alike: bytes, decodes: DecodeColumns) -> list[bytes]:
     for rank, (rows, num_blocks) in enumerate(zip(row_set.local_rows, block_cuts[1:], strict=True)):
         # In line: a loop over the columns, or a call for each rank, would take as long again.
         start, end, first, last = end, end + len(rows), last, num_blocks * INT32_BYTES
-        at_rows, at_computed, at_tokens, at_new, at_ids, at_windows = _decode_heads(
-            rank, end - start, last - first, has_limits, has_windows
+        head = _encode_heads(rank)[_DECODE if rows else _IDLE]
+        at_part, at_rows, at_computed, at_tokens, at_new, at_ids, at_windows = _column_heads(
+            len(head), end - start, last - first, has_limits, has_windows
         )
-        pieces = [alike, at_rows, rows, at_computed, num_computed[start:end]]
+        pieces = [alike, at_part, head, at_rows, rows, at_computed, num_computed[start:end]]
         if at_new:
             pieces += at_new, num_new[start:end], at_ids, block_ids[first:last]
         if has_limits or has_windows:
@@ -144,18 +145,20 @@ def _encode_decodes(alike: bytes, decodes: DecodeColumns) -> list[bytes]:
 
 
 @lru_cache(maxsize=MAX_KNOWN_HEADS)
-def _decode_heads(
-    rank: int, num_bytes: int, num_block_bytes: int, has_limits: bool, has_windows: bool
-) -> list[bytes]:
-    """Returns what stands on the wire before each column of a DP rank that only decodes.
+def _column_heads(
+    num_head_bytes: int, num_bytes: int, num_block_bytes: int, has_limits: bool, has_windows: bool
+) -> tuple[bytes, ...]:
+    """Returns what stands on the wire before the columns of a DP rank that only decodes.
+
+    Not by rank: few are read again and again, and stay in the processor's caches.
 
     Args:
-        rank: Which one.
+        num_head_bytes: Of what its RankStep begins with.
         num_bytes: Of a column of its rows.
         num_block_bytes: Of a column of their new blocks.
 
     Returns:
-        Of each of DECODE_COLUMNS; b"" if it is not sent.
+        Before the RankStep, and before each of DECODE_COLUMNS; b"" if that is not sent.
     """
     of_new = num_bytes if num_block_bytes else 0
     of_windows = num_block_bytes if has_windows else 0
@@ -165,11 +168,11 @@ def _decode_heads(
         for name, size in zip(DECODE_COLUMNS, sizes, strict=True)
     ]
     num_column_bytes = sum(sizes) + sum(map(len, heads))
-    head = _encode_heads(rank)[_DECODE if num_bytes else _IDLE]
     if num_bytes:
-        head += _SEQUENCES[num_column_bytes]
-    heads[0] = _PART[len(head) + num_column_bytes] + head + heads[0]
-    return heads
+        at_sequences = _SEQUENCES[num_column_bytes]
+        heads[0] = at_sequences + heads[0]
+        num_column_bytes += len(at_sequences)
+    return _PART[num_head_bytes + num_column_bytes], *heads
 
 
 def _to_bytes(column: Int32Array | None) -> bytes:
