@@ -87,6 +87,8 @@ class RankLoads:
                 self._promise(rank, prompt, int(table.num_blocks[prompt.row]))
         self._last_turn = max((of_rank[-1].turn for of_rank in prompts if of_rank), default=())
         self._work, self._room = self._look()
+        # Of a sequence behind all others: infinite where they take up the whole step.
+        self._costs = np.where(self._num_left < self._limits, self._work + self._num_left, math.inf)
         self.is_stuck = False
 
     def pick(
@@ -113,21 +115,21 @@ class RankLoads:
             The rank; None if there is none that has a row, place in its pool, and time to run
             something of the sequence in this step.
         """
-        block_size, work = self._shape.block_size, self._work
+        block_size, costs = self._shape.block_size, self._costs
         self.is_stuck, has_room = False, self._room >= self._num_missing(num_tokens, 0)
-        if found:
-            work = work.copy()
-            for rank, prefix in found.items():
-                has_room[rank] = self._num_taken(rank, num_tokens, prefix) <= self._room[rank]
-                work[rank] -= (1 + goes_on) * len(prefix.blocks) * block_size
-        if home is not None and has_room[home]:
-            return home
-        before = self._num_left
         if turn < self._last_turn:
             behind = self._num_left_behind(turn)
-            before = before - behind
-            work = work + BEHIND * behind
-        costs = np.where(has_room & (before < self._limits), work + before, math.inf)
+            before = self._num_left - behind
+            work = self._work + BEHIND * behind
+            costs = np.where(before < self._limits, work + before, math.inf)
+        if found:
+            costs = costs.copy()
+            for rank, prefix in found.items():
+                has_room[rank] = self._num_taken(rank, num_tokens, prefix) <= self._room[rank]
+                costs[rank] -= (1 + goes_on) * len(prefix.blocks) * block_size
+        if home is not None and has_room[home]:
+            return home
+        costs = np.where(has_room, costs, math.inf)
         rank = int(costs.argmin())
         if costs[rank] < math.inf:
             return rank
@@ -157,9 +159,10 @@ class RankLoads:
         self._promise(rank, prompt, num_held)
         pool, table = self._pools[rank], self._table
         num_kept = self._num_promised_blocks[rank] + table.num_bound(rank) * table.num_lists
-        num_available = pool.num_available
+        num_available, num_left = pool.num_available, self._num_left[rank]
         num_used = pool.num_blocks - 1 - num_available
-        self._work[rank] = self._num_decodes[rank] + self._kv_work * num_used
+        work = self._work[rank] = self._num_decodes[rank] + self._kv_work * num_used
+        self._costs[rank] = work + num_left if num_left < self._limits[rank] else math.inf
         self._room[rank] = num_available - num_kept if table.has_free_row(rank) else 0
 
     def _promise(self, rank: int, prompt: Prompt, num_held: int) -> None:

@@ -599,6 +599,28 @@ class Scheduler:
         self, prompts: list[list[Prompt]], num_decodes: list[int], counts: list[int]
     ) -> list[list[Chunk]]:
         """Returns each rank's chunks of prompts, each with blocks, up to so many tokens."""
+        chunks = self._cut(prompts, num_decodes, counts, lambda _rank, _row, count: count)
+        taken = list(chain.from_iterable(chunks))
+        rows = np.array([chunk.row for chunk in taken], dtype=np.int64)
+        num_tokens = np.array([chunk.num_tokens for chunk in taken], dtype=np.int32)
+        if self._blocks.give_all(rows, num_tokens):
+            return chunks
+        status = self.table.status
+        chunks = self._cut(prompts, num_decodes, counts, self._blocks.give)
+        return [[c for c in rank if status[c.row] == RowStatus.EXTEND] for rank in chunks]
+
+    def _cut(
+        self,
+        prompts: list[list[Prompt]],
+        num_decodes: list[int],
+        counts: list[int],
+        give: Callable[[int, int, int], int],
+    ) -> list[list[Chunk]]:
+        """Returns each rank's chunks up to so many tokens.
+
+        Args:
+            give: Says how many tokens of a rank's row get blocks, of those that it would run.
+        """
         table, shape = self.table, self._shape
         chunks: list[list[Chunk]] = [[] for _ in range(shape.dp_size)]
         for rank, tokens_left in enumerate(counts):
@@ -609,12 +631,12 @@ class Scheduler:
                     count = num_logits = min(count, logits_left)
                 if count <= 0 or logits_left <= 0 or table.status[row] != RowStatus.EXTEND:
                     continue
-                count = self._blocks.give(rank, row, count)
+                count = give(rank, row, count)
                 if count > 0:
                     chunks[rank].append(Chunk(row, count))
                     tokens_left -= count
                     logits_left -= num_logits
-        return [[c for c in rank if table.status[c.row] == RowStatus.EXTEND] for rank in chunks]
+        return chunks
 
     # ---- new tokens
 
@@ -663,12 +685,16 @@ class Scheduler:
 
     def _free_left_rows(self) -> None:
         """Frees the rows that are leaving and that no step in flight runs, with their blocks."""
-        table, leaving = self.table, self._leaving
-        running = [row for row in leaving if any(plan.runs[row] for plan in self.in_flight)]
-        if len(running) == len(leaving):
+        if not self._leaving:
             return
-        left = [row for row in leaving if row not in running]
-        self._leaving = running
+        table, leaving = self.table, np.array(self._leaving, dtype=np.int64)
+        is_left = np.ones(len(leaving), dtype=np.bool_)
+        for plan in self.in_flight:
+            is_left &= ~plan.runs.take(leaving)
+        left = leaving[is_left].tolist()
+        if not left:
+            return
+        self._leaving = leaving[~is_left].tolist()
         self._blocks.release(left)
         for row in left:
             if table.status[row] == RowStatus.PREEMPTED:

@@ -89,6 +89,26 @@ class RowBlocks:
         table.num_blocks[rows] = columns + 1
         return had_room
 
+    def give_all(self, rows: Rows, num_tokens: Int32Array) -> bool:
+        """Gives rows, ranks in order, blocks for so many next tokens if that takes no preemption.
+
+        Returns whether it did; otherwise it gave none.
+        """
+        table, num_lists = self._table, self._table.num_lists
+        held, ends = table.num_blocks.take(rows), table.num_computed.take(rows) + num_tokens
+        num_new = np.maximum(-(-ends // table.block_size) - held, 0)
+        counts = np.zeros(table.dp_size, np.int64)
+        np.add.at(counts, rows // table.rows_per_rank, num_new)
+        if (num_lists * counts > self.pools.num_available).any():
+            return False
+        self.pools.make_free(num_lists * counts)
+        places = spread(table.block_starts.take(rows) + held, num_new)
+        if table.has_windows:
+            table.flat_window_blocks[places] = self.pools.acquire(counts)
+        table.flat_blocks[places] = self.pools.acquire(counts)
+        table.num_blocks[rows] = held + num_new
+        return True
+
     def give(self, rank: int, row: int, num_tokens: int) -> int:
         """Gives a row blocks for its next tokens. Returns for how many tokens there are some."""
         table, pool, num_lists = self._table, self.pools[rank], self._table.num_lists
