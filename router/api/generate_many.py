@@ -27,7 +27,7 @@ from router.api.messages import (
 from router.api.text import Tokenizer
 from router.api.unknown_fields import refuse_unknown_fields
 from router.engine.engines import Engines
-from router.errors import InvalidRequest, ShuttingDown
+from router.errors import InvalidRequest
 from router.requests.callers import DEFAULTS, CallerSettings
 from router.requests.request import Listener, Request, Sequence
 
@@ -75,15 +75,17 @@ class ManyCall:
 
         Raises:
             InvalidRequest: A message fits no rule of the stream, so no tag can carry the error.
-            ShuttingDown: The router takes no more requests, and this stream's have ended.
+            NotReady, Moved, ShuttingDown: The router takes no requests, and this stream's have ended: open
+                another one elsewhere, as a proxy may do itself where nothing was answered.
         """
-        self._check_open()
+        with self._engines.measures.counting_refusals():
+            self._engines.check_open()
         reading = asyncio.create_task(self._read(messages))
         reading.add_done_callback(self._on_read)
         try:
             while not (reading.done() and self._is_idle):
-                if self._engines.is_shutting_down and self._is_idle:
-                    raise _shutting_down()
+                if self._is_idle:
+                    self._engines.check_open()
                 await self._listener.wait()
                 if reading.done():
                     reading.result()  # raises what it raised
@@ -96,11 +98,6 @@ class ManyCall:
             for request in self._live.values():
                 self._engines.cancel(request)
             await asyncio.gather(reading, return_exceptions=True)
-
-    def _check_open(self) -> None:
-        """Refuses a new stream where one that is open would be ended."""
-        if self._engines.is_shutting_down:
-            raise self._counted(_shutting_down())
 
     @property
     def _is_idle(self) -> bool:
@@ -193,10 +190,6 @@ class ManyCall:
             message.errors.append(self._refusals.get_nowait())
         self._was_taken.set()
         return message
-
-
-def _shutting_down() -> ShuttingDown:
-    return ShuttingDown("this router is shutting down: open a stream to another one")
 
 
 def _add_response(message: serving_pb2.GenerateManyResponse, sequence: Sequence) -> None:

@@ -100,6 +100,8 @@ class Engines:
 
     def _on_change(self) -> None:
         self._move_waiting()
+        if self.is_standby:
+            self.listeners.wake_all()  # streams on which nothing runs end
         self._check_readiness()
 
     def _check_readiness(self) -> None:
@@ -134,6 +136,19 @@ class Engines:
     def num_live(self) -> int:
         return len(self._live)
 
+    def check_open(self) -> None:
+        """Refuses what another router may take.
+
+        Raises:
+            NotReady, Moved, ShuttingDown: No request is taken here at present.
+        """
+        if self.is_shutting_down:
+            raise ShuttingDown("this router is shutting down: send the request to another one")
+        if self.is_standby:
+            raise Moved
+        if self.model is None:
+            raise NotReady("no group of executors has formed yet: try again")
+
     def check_room(self, *, is_resumed: bool = False) -> None:
         """Refuses what no request could change, before anybody reads one: overload stays cheap.
 
@@ -143,12 +158,7 @@ class Engines:
         Raises:
             QueueFull, NotReady, Moved, ShuttingDown: No request is taken at present.
         """
-        if self.is_shutting_down:
-            raise ShuttingDown("this router is shutting down: send the request to another one")
-        if self.is_standby:
-            raise Moved
-        if self.model is None:
-            raise NotReady("no group of executors has formed yet: try again")
+        self.check_open()
         if not is_resumed and not any(engine.waiting.has_room for engine in self._engines):
             raise QueueFull("too much waits already: try again in a second")
 

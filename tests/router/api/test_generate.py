@@ -14,7 +14,7 @@ from google.rpc import code_pb2
 from protos.serving.v1 import serving_pb2 as pb
 from protos.transport.error_details import error_details
 from router.api.text import Tokenizer
-from router.errors import QueueFull
+from router.errors import Moved, QueueFull
 from router.requests.request import FinishReason, Request, Sequence
 from tests.router.support.calls import connected, failure, prompt, responses
 from tests.router.support.fake_engines import FakeEngines
@@ -436,6 +436,28 @@ async def test_an_idle_stream_that_a_shutdown_ends_is_not_one_that_was_refused()
         error = await failure(call)
         assert error_details(error).reason == "SHUTTING_DOWN"
     assert +engines.measures.refused == {}
+
+
+async def test_a_stream_to_a_router_that_stands_by_is_refused_so_that_a_proxy_opens_it_elsewhere():
+    engines = FakeEngines()
+    engines.refusal = Moved()
+    async with connected(engines) as stub:
+        call = stub.GenerateMany()
+        await call.write(pb.GenerateManyRequest(tag=1, start=prompt()))
+        assert error_details(await failure(call)).reason == "MOVED"
+    assert +engines.measures.refused == {"MOVED": 1}
+
+
+async def test_a_stream_to_a_router_whose_groups_were_taken_ends_behind_its_requests():
+    async with streaming() as (engines, stream):
+        request = await stream.start(1, prompt())
+        engines.refusal = Moved()
+        engines.listeners.wake_all()
+        await asyncio.sleep(0)
+        engines.cancel(request, Moved())
+        [error] = (await stream.read()).errors
+        assert (error.tag, error.reason) == (1, "MOVED")
+        assert error_details(await failure(stream.call)).reason == "MOVED"
 
 
 async def test_a_tag_may_be_used_again_once_its_request_has_ended():

@@ -88,6 +88,10 @@ class FakeEngines:
         for request in list(self.live.values()):
             self.cancel(request, ShuttingDown("this router shut down before the request had ended"))
 
+    def check_open(self) -> None:
+        if self.refusal is not None and self.refusal.code is grpc.StatusCode.UNAVAILABLE:
+            raise self.refusal
+
     def check_room(self, *, is_resumed: bool = False) -> None:
         if self.refusal is not None:
             raise self.refusal
