@@ -301,6 +301,7 @@ class Engine:
             self.measures.end_epoch(self.lost_time, is_planned=is_planned)
         if is_held:
             self.measures.stand_by()
+            self.model = self._executors.held_model or self.model
         if pipeline is not None:
             self._end_epoch(pipeline, is_blameless=is_planned or is_stale)
         if was_ready or is_held:
@@ -447,8 +448,8 @@ class Engine:
 
     @property
     def is_standby(self) -> bool:
-        """Whether another router drives the group, as far as this one knows."""
-        return self._state == pb.GROUP_STATE_STANDBY
+        """Whether another router drives the group, as far as this one knows; not while it takes over."""
+        return self._state == pb.GROUP_STATE_STANDBY and not self._executors.is_driver
 
     @property
     def is_serving(self) -> bool:

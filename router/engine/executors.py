@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Protocol
 
 from protos.serving.v1 import serving_pb2 as pb
-from router.scheduling.step import GroupInfo, InFlight, StepResult
+from router.scheduling.step import GroupInfo, InFlight, ServedModel, StepResult
 
 
 class Executors(Protocol):
@@ -35,6 +35,16 @@ class Executors(Protocol):
     @property
     def num_standbys(self) -> int:
         """Routers that would take the group if this one left it."""
+        ...
+
+    @property
+    def is_driver(self) -> bool:
+        """Whether this router drives them, or is about to take them."""
+        ...
+
+    @property
+    def held_model(self) -> ServedModel | None:
+        """What another router, which drives them, was last seen to serve."""
         ...
 
     async def form(self) -> GroupInfo:

@@ -13,6 +13,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -41,6 +42,7 @@ from router.errors import (
     ExecutorUnfit,
     GroupGrows,
     GroupHeld,
+    GroupMismatch,
     ReasonUnknown,
 )
 from router.executors.attendance import ATTEND, MAX_BEAT_BYTES, Attendance, new_router_id
@@ -65,7 +67,7 @@ from router.executors.step_codec import (
 )
 from router.executors.step_stream import DeadlineSettings, StepDeadline, StepStream
 from router.executors.suspicion import MIN_SILENT_AFTER_MS, MemberState, Silence, Suspicion
-from router.scheduling.step import GroupInfo, InFlight, StepResult
+from router.scheduling.step import GroupInfo, InFlight, ServedModel, StepResult
 
 if TYPE_CHECKING:  # the type of the stub on an aio channel, only in the stub file
     from protos.executor.v1.executor_pb2_grpc import ExecutorServiceAsyncStub
@@ -151,6 +153,8 @@ class ExecutorGroup:
 
     Attributes:
         deadline: Says how long a step may take, from its sending or the answer before it.
+        is_driver: Whether it drives them: from before it takes them until they are another router's.
+        held_model: What another router that drove them served.
     """
 
     def __init__(
@@ -184,11 +188,12 @@ class ExecutorGroup:
         self._loss: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._suspicion = Suspicion(settings.silent_after_ms / 1000)
         self._router_id = router_id or new_router_id()
-        self._is_driver = False  # from before executors are taken until they are another router's
+        self.is_driver = False
+        self.held_model: ServedModel | None = None
         self._attendance = Attendance(
             self._suspicion,
             router_id=self._router_id,
-            is_driver=lambda: self._is_driver,
+            is_driver=lambda: self.is_driver,
             epoch=lambda address: self._epoch if address in self._driven else 0,
             on_tick=self._judge,
             on_news=self._note_news,
@@ -221,7 +226,7 @@ class ExecutorGroup:
                 self._loss.result()
             return forming.result()
         except GroupHeld:
-            self._is_driver = False
+            self.is_driver = False
             raise
         finally:
             forming.cancel()
@@ -263,7 +268,7 @@ class ExecutorGroup:
         check_group(members)
         self._recognise(members)
         self._check_lead(members)
-        self._is_driver = True
+        self.is_driver = True
         self._epoch = 1 + max(self._epoch, *(member.description.epoch for member in members))
         max_len = 0 if self._policy is None else self._policy.max_len
         info = describe_group(members, self._epoch, self._settings.model_name, max_len)
@@ -484,6 +489,7 @@ class ExecutorGroup:
 
     async def close(self) -> None:
         """Ends every stream and connection."""
+        self.is_driver = False
         self._leave_epoch()
         self._attendance.close()
         for channel in self._channels.values():
@@ -515,7 +521,7 @@ class ExecutorGroup:
         """
         self._end_streams()  # or the others would wait in a collective for the one that left
         if isinstance(error, GroupHeld):
-            self._is_driver = False
+            self.is_driver = False
         if isinstance(error, ExecutorLied):
             error = self._leave_out(member, str(error))
         if isinstance(error, ReasonUnknown):
@@ -703,12 +709,23 @@ class ExecutorGroup:
         Raises:
             GroupHeld: Another router drives one of them.
         """
-        for member in members:
-            driver = member.description.driver
-            if driver.router_id != self._router_id and is_held(
-                driver.silent_ms, has_stream=driver.has_stream
-            ):
-                raise _held_by(driver.router_id.hex())
+        held = [member for member in members if self._is_held(member)]
+        if held:
+            self._note_model(held)
+            raise _held_by(held[0].description.driver.router_id.hex())
+
+    def _note_model(self, held: Sequence[Member]) -> None:
+        """Notes what these executors serve, so that requests can be taken as soon as they are."""
+        if any(member.attn_tp_rank == 0 for member in held):
+            with suppress(GroupMismatch):  # as between two epochs of theirs
+                info = describe_group(held, self._epoch, self._settings.model_name)
+                self.held_model = info.model
+
+    def _is_held(self, member: Member) -> bool:
+        """Whether another router drives a member."""
+        driver = member.description.driver
+        is_other = driver.router_id != self._router_id
+        return is_other and is_held(driver.silent_ms, has_stream=driver.has_stream)
 
     async def _bring_up(self, member: Member) -> None:
         """Takes a member to within a leap of the epoch, by as many Prepares as it takes."""

@@ -56,7 +56,8 @@ class TimerExecutors:
         self.suspicions = Counter[str]()
         self.num_standbys = 0
 
-    wants_border = False
+    wants_border = is_driver = False
+    held_model = None
 
     def may_try_suspects(self) -> bool:
         return True

@@ -35,17 +35,24 @@ class Contested(FakeExecutors):
         self.is_closed = False
 
     async def form(self) -> GroupInfo:
+        self.is_driver = not self.is_held
+        if self.is_driver:
+            info = await super().form()
+            self.held_model = info.model
+        self.is_driver = not self.is_held
         if self.is_held:
             raise GroupHeld("router 0 drives its executors")
-        return await super().form()
+        return info
 
     def take(self) -> None:
         """Another router takes them."""
         self.is_held = True
+        self.is_driver = False
         assert self._loss is not None
         self._loss.set_exception(GroupHeld("STALE_EPOCH"))
 
     async def close(self) -> None:
+        self.is_driver = False
         self.is_closed = True
 
 
@@ -85,6 +92,40 @@ async def test_a_router_that_is_refused_stands_by_takes_nothing_and_takes_over()
         assert engines.is_ready
         assert engine.measures.totals().num_takeovers == 1
         assert not (await complete(engines, "a", [1, 2], 4)).is_live
+
+
+@on_virtual_clock
+@pytest.mark.parametrize("is_lost_to_a_third", [False, True])
+async def test_requests_that_come_while_a_router_takes_over_wait_for_what_comes_of_it(
+    is_lost_to_a_third: bool,
+) -> None:
+    executors = Contested()
+    async with one_group(executors) as (engines, engine, _):
+        executors.take()
+        await asyncio.sleep(1)
+        assert engines.is_standby
+        executors.is_held = False
+        while not executors.is_driver:
+            await asyncio.sleep(0.001)
+        request = make_request([1, 2], engines.listeners.open(), 4, request_id="early")
+        engines.submit(request)
+        assert not engine.is_ready
+        executors.is_held = is_lost_to_a_third
+        while request.is_live:
+            await request.listener.wait()
+        assert isinstance(request.sequences[0].error, Moved if is_lost_to_a_third else type(None))
+
+
+@on_virtual_clock
+async def test_what_a_router_that_stands_by_takes_is_for_the_model_of_the_one_that_drives() -> None:
+    executors = Contested(is_held=True)
+    async with one_group(executors) as (engines, _, _task):
+        assert engines.model is None
+        executors.held_model = (await Contested().form()).model
+        await asyncio.sleep(1)
+        assert engines.model == executors.held_model
+        with pytest.raises(Moved):
+            engines.check_room()
 
 
 @on_virtual_clock

@@ -51,6 +51,17 @@ async def test_a_router_that_is_refused_disturbs_nobody_and_says_that_it_stands_
             await until(lambda peer=peer: any(beat.is_driver for beat in peer.attended))
 
 
+async def test_it_knows_what_the_other_one_serves_and_says_when_it_takes_over() -> None:
+    async with two_routers() as (_, other, peers):
+        assert other.held_model is not None
+        assert not other.is_driver
+        leave(peers)
+        assert (await other.form()).model == other.held_model
+        assert other.is_driver
+        await other.close()
+        assert not other.is_driver
+
+
 async def test_it_hears_at_once_that_the_group_is_left_and_takes_it() -> None:
     async with two_routers() as (_, other, peers):
         await until(lambda: len(other._attendance.held) == 2)
@@ -89,7 +100,7 @@ async def test_of_two_that_take_a_group_one_gets_its_first_member_and_the_other_
         with pytest.raises(GroupHeld, match=b"third".hex()[:8]):
             await other.form()
         assert (first.joined, second.joined) == ([1], [1])
-        assert not other._is_driver
+        assert not other.is_driver
 
 
 async def test_a_router_whose_group_was_taken_stands_by_and_does_not_take_it_back() -> None:
@@ -99,7 +110,7 @@ async def test_a_router_whose_group_was_taken_stands_by_and_does_not_take_it_bac
         peers[0, 0].die(StaleEpoch("epoch 2 has begun"))
         with pytest.raises(GroupHeld):
             await driver.lost()
-        assert not driver._is_driver
+        assert not driver.is_driver
         with pytest.raises(GroupHeld, match=OTHER.hex()[:8]):
             await driver.form()
 

@@ -111,6 +111,8 @@ class FakeExecutors:
         self.num_losses = 0
         self.suspicions = Counter[str]()
         self.num_standbys = 0
+        self.is_driver = False
+        self.held_model: ServedModel | None = None
         self.plans: list[StepPlan] = []
         self.num_lost_alone: Counter[LiveSequence] = Counter()
         self._rng = rng

@@ -106,6 +106,7 @@ class Seat(FakeExecutors):
             raise
         self.is_driver = True
         info = await super().form()
+        self.held_model = info.model
         await self.may_go_on.wait()
         if self.group.driver is not self:
             self.is_driver = False
@@ -148,6 +149,7 @@ class Seat(FakeExecutors):
 
     async def close(self) -> None:
         """Ends all of its streams."""
+        self.is_driver = False
         self._beating.cancel()
         self._end_steps()
         with suppress(ValueError):
