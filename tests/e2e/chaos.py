@@ -34,6 +34,7 @@ ROUTER_ARGS = ("--step-timeout-s", "2", "--min-step-deadline-s", "2", "--failove
 NUM_PROMPTS = 16  # each is asked by several streams
 NUM_TOKENS = 120
 MEAN_PAUSE_S = 1.0  # between two faults
+BEGIN_S = 0.03  # from one stream's begin to the next one's: callers do not come all at once
 HANG_S = (1.0, 4.0)  # some hangs are over before anybody minds
 
 GREEDY: Options = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": True}
@@ -129,8 +130,8 @@ async def streaming(
     async with client.many() as many, asyncio.TaskGroup() as tasks:
         asks = await _undisturbed(client, rng)
         for number in range(num_streams):
-            asker = many if number % 2 else client
-            tasks.create_task(_ask_on(asker, asks, number, is_over, report, has_same_sums))
+            asker, delay_s = many if number % 2 else client, BEGIN_S * number
+            tasks.create_task(_ask_on(asker, asks, number, delay_s, is_over, report, has_same_sums))
         yield
         is_over.set()
 
@@ -155,11 +156,13 @@ async def _ask_on(
     asker: Client | Many,
     asks: list[Ask],
     number: int,
+    delay_s: float,
     is_over: asyncio.Event,
     report: Report,
     has_same_sums: bool,
 ) -> None:
     """Keeps a stream open, one after another, until the trouble is over."""
+    await asyncio.sleep(delay_s)
     while not is_over.is_set():
         ask = asks[number % len(asks)]
         number += 1

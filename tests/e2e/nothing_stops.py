@@ -21,6 +21,7 @@ from typing import Any
 
 from deploy.local.demo_tasks import token_ids
 from deploy.local.launch import STOP_TIMEOUT_S, LocalStack
+from protos.serving.v1.serving_pb2 import SPARE_STATE_STAGED
 from router.client import CallFailed, Client
 from tests.bench.router import bench_beats
 from tests.bench.router.bench_formings import (
@@ -29,7 +30,7 @@ from tests.bench.router.bench_formings import (
     form_often,
 )
 from tests.bench.support.quiet import quiet
-from tests.e2e.chaos import Report, streaming
+from tests.e2e.chaos import BEGIN_S, Report, streaming
 from tests.e2e.conftest import PATIENT_STEPS, SAME_ANSWERS
 from tests.e2e.support.envoy import envoy_before
 from tests.e2e.support.logs import logged, records, scraped
@@ -126,7 +127,11 @@ async def replacements(size: Size, folder: Path) -> Line:
         settings = _elastic(size, dp_size=2, spares=num_kills)
         async with served(folder / f"from-{first}", **settings) as (stack, client):
             rng, gaps = random.Random(6 + first), len(report.gaps_s)
+            await _are_staged(
+                client, num_kills
+            )  # or their starts would take the cores from the streams
             async with streaming(client, size.num_streams, rng, report, has_same_sums=False):
+                await asyncio.sleep(BEGIN_S * size.num_streams)
                 for number in range(num_kills):
                     await asyncio.sleep(size.steady_s)
                     report.note(f"{stack.executors[number].name} killed")
@@ -150,7 +155,7 @@ async def replacements(size: Size, folder: Path) -> Line:
 async def shrinks(size: Size, folder: Path) -> AsyncIterator[Line]:
     """Executors are killed until one is left, and started again until all are."""
     report = Report()
-    shrunk_s, grown_s = list[float](), list[float]()
+    shrunk_s, started_s, grown_s = list[float](), list[float](), list[float]()
     settings = _elastic(size, dp_size=3, spares=0)
     async with served(folder, **settings) as (stack, client):
         rng = random.Random(7)
@@ -164,8 +169,11 @@ async def shrinks(size: Size, folder: Path) -> AsyncIterator[Line]:
                     await asyncio.sleep(size.steady_s)
                     shrunk_s.append(report.gaps_s[-1])
                 for starts in (1, 2):
-                    await stack.start_again(starts)
                     report.note(f"{stack.executors[starts].name} started again")
+                    await stack.start_again(starts)
+                    await stack.executors[starts].event("ready_to_join")
+                    started_s.append(report.gaps_s[-1])
+                    report.note(f"{stack.executors[starts].name} is there")
                     await logged(stack.router, "group_ready", 3 + 4 * number + starts)
                     await asyncio.sleep(size.steady_s)
                     grown_s.append(report.gaps_s[-1])
@@ -180,7 +188,7 @@ async def shrinks(size: Size, folder: Path) -> AsyncIterator[Line]:
     yield Line(
         f"the same started again, {len(grown_s)} times 1 to 2 or 2 to 3",
         f"tokens equal in float32; longest gap ≤ {REQUIRED_GROWN_S} s",
-        _gaps(grown_s),
+        f"{_gaps(grown_s)}; {max(started_s):.2f} s while it starts on the same cores",
         not report.wrong,
         max(grown_s) <= REQUIRED_GROWN_S,
     )
@@ -524,6 +532,15 @@ async def _driver_of(stack: LocalStack) -> int:
                 if status.is_ready and status.groups[0].num_standbys:
                     return number
             await asyncio.sleep(0.01)
+
+
+async def _are_staged(client: Client, number: int) -> None:
+    """Returns when an elastic group has so many spares that need load nothing to take a place."""
+    while True:
+        [group] = await client.get_status()
+        if sum(each.state == SPARE_STATE_STAGED for each in group.elastic.spares) == number:
+            return
+        await asyncio.sleep(0.05)
 
 
 async def _gone_on(client: Client, num_streams: int) -> None:
