@@ -14,10 +14,11 @@ answer names; its mask then lets everything pass.
     C constrained rows that sample    N tokens that each verifies, 1 without drafts    V vocabulary
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from time import thread_time
 from typing import NamedTuple
 
@@ -213,7 +214,7 @@ class Constraints:
         self._thread, builder = new_grammar_thread(), new_grammar_thread()
         compile_ = partial(LLMatcher, tokenizer, log_level=0, limits=LIMITS)
         self._build: Callable[[str], Future[LLMatcher]] = partial(builder.submit, compile_)
-        self._built = lru_cache(NUM_KEPT)(self._build)
+        self._kept: OrderedDict[str, Future[LLMatcher] | None] = OrderedDict()  # the latest last
         self._filling: Future[torch.Tensor] | None = None
         self._most_masks = num_rows * max_nodes
         self._buffer: torch.Tensor | None = None  # of masks, once a row has a grammar
@@ -226,9 +227,17 @@ class Constraints:
         has_grammar: BoolArray = starts.grammar_of > 0
         if has_grammar.any() or self.is_constrained[starts.rows].any():
             self.is_constrained[starts.rows] = has_grammar
-            built = [(grammar, self._built(grammar)) for grammar in starts.grammars]
+            built = [(grammar, self._keep(grammar)) for grammar in starts.grammars]
             self._thread.submit(self._start, starts, built)
         return has_grammar
+
+    def _keep(self, grammar: str) -> Future[LLMatcher]:
+        """Returns a grammar's matcher where outputs begin, built or being built, and keeps it."""
+        kept = self._kept.pop(grammar, None)  # at once: the thread may drop it any time
+        built = self._kept[grammar] = kept or self._build(grammar)
+        if len(self._kept) > NUM_KEPT:
+            self._kept.popitem(last=False)
+        return built
 
     def begin(
         self,
@@ -303,7 +312,7 @@ class Constraints:
             held.matcher = self._read(row, held.output)
         if held.matcher is not None and held.matcher.is_error() and not held.is_renewed:
             # Perhaps not by its own output: a limit of automata counts all that share them.
-            self._built.cache_clear()
+            self._kept.pop(held.grammar, None)
             held.built, held.is_renewed = self._build(held.grammar), True
             held.matcher = self._read(row, held.output)
         if held.matcher is not None and held.matcher.is_error():

@@ -299,14 +299,33 @@ def test_a_row_that_uses_up_automata_fails_by_itself(
     assert not constraints._rows[2].is_renewed
 
 
+def test_an_output_to_go_on_from_that_is_wrong_has_no_other_grammar_built_anew(
+    bytes_tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    """A caller chose it, and others use theirs."""
+    constraints = constraints_of(bytes_tokenizer)
+    built, build = list[str](), constraints._build
+    monkeypatch.setattr(constraints, "_build", lambda g: built.append(g) or build(g))
+    start(constraints, {0: DIGITS})
+    for row in (1, 2):
+        start(constraints, {row: LETTERS}, num_output_ids=[1], output_ids=ids("7"))
+        begin(constraints, [0, row])
+        assert allowed(constraints) == ["0123456789", "..."]
+        assert [*gain(constraints, [0, row], ids("1a"))] == [row]
+    start(constraints, {3: DIGITS})
+    begin(constraints, [3])
+    assert allowed(constraints) == ["0123456789"]
+    assert built.count(DIGITS) == 1
+
+
 def test_only_steps_that_need_a_grammar_wait_until_it_is_built(
     bytes_tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
 ):
     constraints, never = constraints_of(bytes_tokenizer), Future[LLMatcher]()
-    built = constraints._built
-    monkeypatch.setattr(constraints, "_built", lambda g: never if g == LETTERS else built(g))
+    build = constraints._build
+    monkeypatch.setattr(constraints, "_build", lambda g: never if g == LETTERS else build(g))
     monkeypatch.setattr("executor.model.sampling.constraints.MAX_WAIT_S", 0.0)
-    assert built(DIGITS).result()
+    assert constraints._keep(DIGITS).result()
     start(constraints, {0: LETTERS, 1: DIGITS})
     begin(constraints, [1])
     assert allowed(constraints) == ["0123456789"]
