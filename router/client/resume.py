@@ -30,7 +30,10 @@ from router.client.messages import (
 T = TypeVar("T")
 
 METADATA = (("lockstep-resume", "1"),)  # a router whose queue is full reads such calls
-MAX_STALLED = 5  # attempts in a row that a router took and that brought no token
+# Attempts in a row that a router took, and that broke off without a token. Three would give up requests
+# that were lost together with one that takes routers down, before they come back apart from it.
+MAX_STALLED = 5
+PLANNED = "SHUTTING_DOWN"  # reason of an end that no request can be the cause of
 MAX_UNANSWERED = 3  # calls that broke off before any router took one; gRPC makes up to five of each
 ANSWER_GRACE_S = 1.0  # the router ends a request on time; this is for one that does not answer
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
@@ -181,7 +184,7 @@ class Attempts:
         if self._has_new:
             self._num_stalled = self._num_pauses = 0
         elif broke_off(failure):
-            self._num_stalled += self._is_taken
+            self._num_stalled += self._is_taken and failure.reason != PLANNED
             self._num_unanswered += not (self._was_taken or failure.reason)  # refusals have reasons
         if self._has_new or self._failure is None:
             self._lost_time = now

@@ -25,7 +25,14 @@ from router.client import (
     resume,
 )
 from router.client.resume import Attempts, Resumption
-from router.errors import ExecutorFailed, InvalidRequest, QueueFull, ResumeMismatch, ShuttingDown
+from router.errors import (
+    ExecutorFailed,
+    InvalidRequest,
+    Moved,
+    QueueFull,
+    ResumeMismatch,
+    ShuttingDown,
+)
 from router.requests.request import Request
 from tests.router.support.fake_engines import FakeEngines, front_of, generation, listening, serve
 
@@ -153,11 +160,11 @@ async def test_a_request_that_takes_routers_down_is_given_up(
         give(engines, request, 7)
         for num_stalled in range(5):
             await tokens_came(task, request)
-            engines.cancel(request, LOST)
+            engines.cancel(request, Moved())
             request = await engines.arrivals.get()
             assert [s.suspicion is not None for s in request.sequences] == [num_stalled > 0]
         await asyncio.sleep(0)
-        engines.cancel(request, LOST)
+        engines.cancel(request, Moved())
         with pytest.raises(Unavailable, match="the last 5 brought no token"):
             await task
         assert engines.arrivals.empty()
@@ -194,6 +201,16 @@ def test_what_is_lost_with_one_that_takes_routers_down_goes_on(monkeypatch: pyte
     assert num_deaths == 1 + resume.MAX_STALLED
     assert len(back_times) >= 62
     assert now < 30
+
+
+def test_routers_that_were_told_to_stop_are_no_reason_to_give_a_request_up():
+    attempts = Attempts(pb.GenerateRequest(), None, Resumption(60.0))
+    end = Unavailable(grpc.StatusCode.UNAVAILABLE, str(LOST), ErrorDetails(LOST.reason))
+    for _ in range(4 * resume.MAX_STALLED):
+        attempts.next_request()
+        attempts.take(pb.GenerateResponse(request_id="a", begin=pb.Begin(seed=1)))
+        assert attempts.pause_after(end) <= 1.2 * resume.MAX_PAUSE_S
+    assert attempts.next_request().resume.num_stalled == 0
 
 
 @pytest.mark.parametrize(
