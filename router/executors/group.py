@@ -631,13 +631,14 @@ class ExecutorGroup:
         return [member for member in answers if member is not None]
 
     async def _describe_spares(self) -> list[Member]:
-        """Returns the executors that are not in the epoch and answer, as many as there are now."""
+        """Returns the executors that answer, and are neither in the epoch nor another router's."""
         addresses = set(await self._candidates()) | self._taking_part
         for address in (gone := self._channels.keys() - addresses):
             self._attendance.leave(address)
         await self._disconnect(gone)
         self._open_channels(addresses)
-        return await self._describe_who_answers(sorted(addresses - self._taking_part))
+        spares = await self._describe_who_answers(sorted(addresses - self._taking_part))
+        return [spare for spare in spares if not self._is_held(spare)]
 
     async def _describe(self, address: str, timeout_s: float = DESCRIBE_TIMEOUT_S) -> Member:
         timeout_s = min(timeout_s, self._settings.form_timeout_s)

@@ -133,6 +133,25 @@ async def test_spares_are_staged_while_the_group_serves_and_are_counted() -> Non
         await until(lambda: spares_of(world) == {})
 
 
+async def test_an_executor_that_another_router_drives_is_no_spare() -> None:
+    """Else the group would end its epoch to grow by it, and not get it."""
+    async with ElasticPeers(Strength(2, 1), EAGER) as world:
+        member, lost = [await world.start() for _ in range(2)]
+        await world.group.form()
+        await world.stop(lost)
+        with pytest.raises(ExecutorLost):
+            await world.group.lost()
+        await world.group.form()
+        taken, spare = [await world.start() for _ in range(2)]
+        world.at(taken).driver = executor_pb.Driver(router_id=b"another", has_stream=True)
+        with pytest.raises(GroupGrows):
+            await world.group.lost()
+        assert spares_of(world) == {spare: pb.SPARE_STATE_STAGED}
+        assert world.at(taken).staged == []
+        world.at(taken).driver.has_stream = False
+        assert (await world.group.form()).addresses == (member, spare)
+
+
 async def test_a_silent_spare_does_not_end_the_epoch_and_a_silent_member_does() -> None:
     async with ElasticPeers(Strength(1, 1), EAGER) as world:
         member, spare = [await world.start() for _ in range(2)]
