@@ -177,8 +177,8 @@ class ElasticPolicy:
         now: When the router began to look for them.
 
     Attributes:
-        max_len: Tokens of the longest sequence that the first epoch had room for, which later ones have
-            too; 0 before it.
+        max_len: Tokens of the longest sequence that the first epoch had room for, another router's where
+            one drove the group, which later ones have too; 0 before it.
     """
 
     def __init__(self, strength: Strength, settings: ElasticSettings, now: float) -> None:

@@ -721,6 +721,8 @@ class ExecutorGroup:
             with suppress(GroupMismatch):  # as between two epochs of theirs
                 info = describe_group(held, self._epoch, self._settings.model_name)
                 self.held_model = info.model
+                if self._policy is not None:  # who does not fit in it takes no place here either
+                    self._policy.max_len = info.model.max_model_len
 
     def _is_held(self, member: Member) -> bool:
         """Whether another router drives a member."""

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import grpc
 import numpy as np
@@ -9,9 +10,9 @@ import pytest
 
 from protos.executor.v1 import executor_pb2 as executor_pb
 from protos.serving.v1 import serving_pb2 as pb
-from router.errors import ExecutorLost, GroupGrows, GroupMismatch
+from router.errors import ExecutorLost, GroupGrows, GroupHeld, GroupMismatch
 from router.executors.elastic import Strength
-from router.executors.group import GroupSettings
+from router.executors.group import ExecutorGroup, GroupSettings
 from tests.router.support.peers import ElasticPeers, Peer, error_of, run_step
 
 PATIENT = GroupSettings(step_timeout_s=120, min_step_deadline_s=120, silent_after_ms=0)
@@ -208,13 +209,14 @@ async def test_an_executor_with_a_place_of_its_own_stops_no_others() -> None:
         assert not world.group.may_try_suspects(), "it has none to spare"
 
 
+def has_blocks(count: int) -> Callable[[executor_pb.DescribeResponse], object]:
+    return lambda told: setattr(told, "num_kv_blocks", count)
+
+
 async def test_sequences_of_a_group_that_grows_by_larger_executors_are_no_longer_than_before() -> (
     None
 ):
     """Else it could not go on with the smaller ones."""
-
-    def has_blocks(count: int) -> Callable[[executor_pb.DescribeResponse], object]:
-        return lambda told: setattr(told, "num_kv_blocks", count)
 
     async with ElasticPeers(Strength(2, 1), PATIENT) as world:
         small, large = [await world.start() for _ in range(2)]
@@ -227,3 +229,22 @@ async def test_sequences_of_a_group_that_grows_by_larger_executors_are_no_longer
         again, smaller = [await world.start() for _ in range(2)]
         world.at(again).describes, world.at(smaller).describes = has_blocks(5), has_blocks(4)
         assert (await world.group.form()).addresses == (large, again)
+
+
+async def test_a_router_that_takes_a_group_gives_no_place_to_who_is_too_small_for_it() -> None:
+    async with ElasticPeers(Strength(2, 1), PATIENT) as world:
+        member, lost, small = [await world.start() for _ in range(3)]
+        world.at(small).describes = has_blocks(5)
+        model = (await world.group.form()).model
+        at_once = replace(PATIENT, first_form_wait_s=0)
+        other = ExecutorGroup(world.addresses, at_once, strength=Strength(2, 1), router_id=b"other")
+        try:
+            with pytest.raises(GroupHeld):
+                await other.form()
+            await world.stop(lost)
+            world.at(member).driver.has_stream = False
+            info = await other.form()
+        finally:
+            await other.close()
+        assert info.addresses == (member,)
+        assert info.model.max_model_len == model.max_model_len > 16

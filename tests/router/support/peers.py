@@ -364,9 +364,10 @@ class ElasticPeers:
         self._stack = AsyncExitStack()
         self._servers: dict[str, AsyncExitStack] = {}
         self.peers: dict[str, Peer] = {}
-        self.group = ExecutorGroup(self._addresses, settings, strength=strength)
+        self.group = ExecutorGroup(self.addresses, settings, strength=strength)
 
-    async def _addresses(self) -> list[str]:
+    async def addresses(self) -> list[str]:
+        """Returns where they are, or were."""
         return list(self.peers)
 
     async def start(self) -> str:
