@@ -505,7 +505,7 @@ class Listeners:
             self._has_news &= self._is_waiting
             woken = np.flatnonzero(self._has_news).tolist()
         else:  # a look for each of them takes a tenth of that
-            woken = [index for index in woken if np.any(has_news & (indices == index))]
+            woken = [i for i in woken if np.count_nonzero(has_news & (indices == i))]
         for index in woken:
             listener = self._listeners[index]
             assert listener is not None, "a live sequence keeps its listener open"

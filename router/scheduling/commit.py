@@ -51,7 +51,9 @@ def write_tokens(
     has_token, tokens = plan.decodes.row_set.mask.copy(), result.token_ids
     if plan.sampled_rows is not None:  # chunks stand behind their rank's decodes
         has_token[plan.sampled_rows] = True
-        tokens = tokens[plan.sampled_rows.argsort()]
+        column = np.zeros(len(has_token), dtype=np.int32)
+        column[plan.sampled_rows] = tokens
+        tokens = column[has_token]
     if has_ended:
         is_live = table.status != RowStatus.ENDED
         tokens = tokens[is_live[has_token]]

@@ -23,6 +23,7 @@ Until enough steps were timed (`step_cost`), the level is one of tokens and noth
 """
 
 import math
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -311,9 +312,7 @@ class Scheduler:
         self._line.plan += 1
         prompts: list[list[Prompt]] = [[] for _ in range(self._shape.dp_size)]
         for row in rows:
-            prompts[self.table.rank_of(row)].append(self._prompt(row))
-        for rank in prompts:
-            rank.sort()
+            insort(prompts[self.table.rank_of(row)], self._prompt(row))
         return prompts
 
     def _prompt(self, row: int) -> Prompt:

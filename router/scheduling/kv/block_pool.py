@@ -263,10 +263,15 @@ class BlockPools:
         """int64 [dp_size]."""
         return self._num_blocks - self._num_free - self._num_cached
 
-    def make_free(self, counts: Counts) -> None:
-        """Evicts until each rank has so many free blocks, of those that are available."""
-        for rank in np.flatnonzero(self._num_free < counts).tolist():
-            self._pools[rank].make_free(int(counts[rank]))
+    def make_free(self, counts: Counts) -> bool:
+        """Evicts until each rank has so many free blocks; False if one has not so many available."""
+        is_short = self._num_free < counts
+        if np.count_nonzero(is_short):
+            if np.count_nonzero(self.num_available < counts):
+                return False
+            for rank in np.flatnonzero(is_short).tolist():
+                self._pools[rank].make_free(int(counts[rank]))
+        return True
 
     def acquire(self, counts: Counts) -> BlockIds:
         """Takes so many free blocks of each rank. Returns them, ranks end to end."""

@@ -74,13 +74,13 @@ class RowBlocks:
         """
         table, num_lists = self._table, self._table.num_lists
         counts = table.counts_of(rows)
-        had_room = bool((num_lists * counts <= self.pools.num_available).all())
+        had_room = self.pools.make_free(num_lists * counts)
         if not had_room:
             rows = self._make_rooms(rows)
             counts = table.counts_of(rows)
             if not len(rows):
                 return False
-        self.pools.make_free(num_lists * counts)
+            self.pools.make_free(num_lists * counts)
         columns = table.num_blocks.take(rows)
         places = table.block_starts.take(rows) + columns
         if table.has_windows:
