@@ -103,6 +103,8 @@ class RowTokens:
 
     def copies(self, rows: Rows) -> list[Int32Array]:
         """Returns copies of the rows' tokens."""
+        if len(rows) == 1:  # in a third of the time
+            return [self.of(int(rows[0])).copy()]
         self.settle(rows)
         ends = self._num_tokens.take(rows).tolist()
         return [self._rows[row, :end].copy() for row, end in zip(rows.tolist(), ends, strict=True)]

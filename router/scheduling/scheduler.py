@@ -36,7 +36,7 @@ from protos.transport.errors import RpcError
 from router.errors import ConstraintFailed
 from router.requests.request import Int32Array, Listeners, Sequence
 from router.requests.waiting_queue import SequenceQueue, is_last_suspect
-from router.scheduling.columns import Mask
+from router.scheduling.columns import Mask, RowSet
 from router.scheduling.commit import (
     NewTokens,
     apply_stop_conditions,
@@ -150,7 +150,7 @@ class Scheduler:
         self._held: _Held | None = None  # what the last step did not run
         self._goes_by_time = False
         self._is_first_binding = True  # in this epoch
-        self._prices = Prices(**self._measures.costs.plain.coefficients())
+        self._prices = Prices(*self._measures.costs.plain.values())
 
     def schedule(self) -> StepPlan | None:
         """Hands out the next step; None if there is nothing to run."""
@@ -266,12 +266,13 @@ class Scheduler:
         if not len(self._waiting) and not rows:
             self._hold.skip(self._clock())
             return None, []
-        num_decodes = table.row_set(runs).num_rows
+        decodes = table.row_set(runs)
+        num_decodes = decodes.num_rows
         if self._still_holds(rows, num_decodes):
             return None, []
         self._learn_prices()
         prompts = self._bound_prompts(rows)
-        budget = self._open_budget(runs, num_decodes, prompts) if self._goes_by_time else None
+        budget = self._open_budget(decodes, prompts) if self._goes_by_time else None
         num_preemptions = sum(self.num_preemptions)
         num_stuck = self._bind_waiting(num_decodes, prompts, budget)
         if sum(self.num_preemptions) > num_preemptions:
@@ -337,12 +338,10 @@ class Scheduler:
     def _learn_prices(self) -> None:
         cost = self._measures.costs.plain
         self._goes_by_time = cost.is_known and self._settings.go_by_time
-        self._prices = Prices(**cost.coefficients(with_margin=True))
+        self._prices = Prices(*cost.values(with_margin=True))
         self._waiting.order_by_length(self._seconds_behind(1))
 
-    def _open_budget(
-        self, runs: Mask, num_decodes: list[int], prompts: list[list[Prompt]]
-    ) -> Budget:
+    def _open_budget(self, decodes: RowSet, prompts: list[list[Prompt]]) -> Budget:
         """Returns the time of this step."""
         bound = [(self.table.bound(p.row), p.left) for p in chain.from_iterable(prompts)]
         first = self._waiting.peek()
@@ -355,8 +354,8 @@ class Scheduler:
         return open_budget(
             self._settings,
             self._prices,
-            num_decodes,
-            self.table.kv_tokens(runs).tolist(),
+            decodes.num_rows,
+            self._builder.kv_tokens(decodes).tolist(),
             backlog,
             self._shape.max_num_batched_tokens,
         )

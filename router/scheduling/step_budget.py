@@ -168,9 +168,8 @@ def open_budget(
         max_tokens: Of a rank in a step.
     """
     num_ranks, total = len(num_decodes), sum(num_decodes)
-    own = [
-        prices.row * num + prices.kv * kv for num, kv in zip(num_decodes, kv_tokens, strict=True)
-    ]
+    row, kv = prices.row, prices.kv
+    own = [row * num + kv * read for num, read in zip(num_decodes, kv_tokens, strict=True)]
     base = prices.base + prices.prompts + max(own) + prices.mean * total / num_ranks
     target_s, max_s = gap_range(settings, prices)
     seconds = max(IDLE_S, target_s, 2 * base)  # half of it, at least, is the prompts'

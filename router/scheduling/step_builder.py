@@ -76,6 +76,7 @@ class StepBuilder:
         self._table = table
         self._shape = shape
         self._speculation = speculation
+        self._kv_tokens: tuple[RowSet, Rows] | None = None  # of the step that is built next
         self._last_decodes: RowSet | None = None  # of the last step with nothing else
         self._last_agreement: Agreement
 
@@ -95,7 +96,7 @@ class StepBuilder:
         """
         table, speculation = self._table, self._speculation
         decodes, has_extend, num_draft_tokens = table.row_set(runs), any(chunks), 0
-        kv_tokens = table.kv_tokens(runs)
+        kv_tokens, self._kv_tokens = self.kv_tokens(decodes), None
         num_pairs = self._num_pairs(chunks) if has_extend else None
         columns, sampled_rows = self._decode_columns(decodes, limits), None
         batches, scorings = dict[int, RankBatch](), dict[int, list[Scoring]]()
@@ -116,6 +117,12 @@ class StepBuilder:
         agreement = self._agree(decodes, counts, has_extend=has_extend, num_drafts=num_draft_tokens)
         parts, sampled = (columns, batches, scorings), (sampled_rows, counts.sampled)
         return StepPlan(agreement, *parts, runs, *sampled, limits, kv_tokens, num_pairs)
+
+    def kv_tokens(self, decodes: RowSet) -> Rows:
+        """Returns int64 [dp_size], what each rank's decodes read in the step that is built next."""
+        if self._kv_tokens is None or self._kv_tokens[0] is not decodes:
+            self._kv_tokens = decodes, self._table.kv_tokens(decodes.mask)
+        return self._kv_tokens[1]
 
     def _agree(
         self, decodes: RowSet, counts: Counts, *, has_extend: bool, num_drafts: int

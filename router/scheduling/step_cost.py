@@ -68,10 +68,14 @@ class StepCost:
         """Whether enough steps were seen to go by it; under load all of them run prompts."""
         return self.num_steps[1] >= KNOWN_STEPS and sum(self.num_steps) >= 2 * KNOWN_STEPS
 
-    def coefficients(self, *, with_margin: bool = False) -> dict[str, float]:
-        """Returns seconds by part: per step, per step with prompts, per token, per pair."""
-        values = self._used * SCALES * (self.margin if with_margin else 1.0)
-        return dict(zip(PARTS, values.tolist(), strict=True))
+    def values(self, *, with_margin: bool = False) -> list[float]:
+        """Returns the seconds of each of PARTS: per step, per step with prompts, per token, per pair."""
+        values: list[float] = (self._used * SCALES * (self.margin if with_margin else 1.0)).tolist()
+        return values
+
+    def coefficients(self) -> dict[str, float]:
+        """Returns the same by part, without the margin."""
+        return dict(zip(PARTS, self.values(), strict=True))
 
     def doubt(self) -> None:
         """Lets the next steps count for more than all before them; coefficients stay until then."""

@@ -403,7 +403,7 @@ class RowBlocks:
         """
         table, size = self._table, self._table.block_size
         rows = np.array([sequence.row for sequence in sequences])
-        num_known = np.minimum(table.num_tokens, table.num_computed).take(rows)
+        num_known = np.minimum(table.num_tokens.take(rows), table.num_computed.take(rows))
         for sequence, end in zip(sequences, (num_known // size).tolist(), strict=True):
             is_logged = self._caches[sequence.dp_rank].log is not None
             if is_logged or table.has_windows or len(sequence.block_hashes) >= end:
