@@ -1,11 +1,9 @@
 """Executor group: how its executors come into an epoch, and how a step goes to all of them."""
 
 import asyncio
-import json
 import secrets
 from collections import Counter
 from collections.abc import (
-    Awaitable,
     Callable,
     Collection,
     Hashable,
@@ -17,7 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 import structlog
@@ -27,7 +24,6 @@ from protos.executor.epochs import MAX_EPOCH_LEAP
 from protos.executor.grammars import MAX_PROBLEM_BYTES
 from protos.executor.lease import is_held
 from protos.executor.v1 import executor_pb2 as pb
-from protos.executor.v1.executor_pb2_grpc import ExecutorServiceStub
 from protos.serving.v1 import serving_pb2 as serving
 from protos.serving.v1.serving_pb2 import ElasticStatus, MemberStatus
 from protos.settings import Rule, above, setting
@@ -45,7 +41,15 @@ from router.errors import (
     GroupMismatch,
     ReasonUnknown,
 )
-from router.executors.attendance import ATTEND, MAX_BEAT_BYTES, Attendance, new_router_id
+from router.executors.attendance import Attendance, new_router_id
+from router.executors.connections import (
+    MAX_ANSWER_BYTES,
+    SILENT_CODES,
+    Connections,
+    all_of,
+    answer_of,
+    held_by,
+)
 from router.executors.description_bounds import MAX_INSTANCE_ID_LEN, problem_of
 from router.executors.discovery import FindAddresses
 from router.executors.elastic import (
@@ -69,54 +73,18 @@ from router.executors.step_stream import DeadlineSettings, StepDeadline, StepStr
 from router.executors.suspicion import MIN_SILENT_AFTER_MS, MemberState, Silence, Suspicion
 from router.scheduling.step import GroupInfo, InFlight, ServedModel, StepResult
 
-if TYPE_CHECKING:  # the type of the stub on an aio channel, only in the stub file
-    from protos.executor.v1.executor_pb2_grpc import ExecutorServiceAsyncStub
-
 log = structlog.stdlib.get_logger(__name__)
 
-T = TypeVar("T")
-
-# Describe is answered at once, also while a model loads or a step runs.
-DESCRIBE = f"/{pb.DESCRIPTOR.services_by_name['ExecutorService'].full_name}/Describe"
 DESCRIBE_TIMEOUT_S = 5.0
 SILENT_TIMEOUT_S = 0.15  # of one that has fallen silent: its beats say when it is back
 SECRET_BYTES = 32  # with which an epoch's members know one another
-PROBE_TIMEOUT_S = 1.0  # for the same, of executors that owe an answer to a step, or a reason
+PROBE_TIMEOUT_S = 1.0  # for Describe, of executors that owe an answer to a step, or a reason
 
 # An executor that is further ahead of all others, and of the epochs that this router has counted,
 # than anything but its own word can explain.
 MAX_EPOCH_LEAD = 256 * MAX_EPOCH_LEAP
 
-MAX_DESCRIPTION_BYTES = 1 << 20
-MAX_ANSWER_BYTES = 32 << 20  # 131,072 rows of logits with 20 alternatives each take 21 MB
 SPARE_BYTES = 256  # of an answer, for what is beside its columns
-
-# Longer ones are not even received.
-MAX_BYTES = {DESCRIBE: MAX_DESCRIPTION_BYTES, ATTEND: MAX_BEAT_BYTES}
-SERVICE_CONFIG = {
-    "methodConfig": [
-        {
-            "name": [dict(zip(("service", "method"), method.split("/")[1:], strict=True))],
-            "maxResponseMessageBytes": max_bytes,
-        }
-        for method, max_bytes in MAX_BYTES.items()
-    ]
-}
-CHANNEL_OPTIONS = (
-    ("grpc.service_config", json.dumps(SERVICE_CONFIG)),
-    ("grpc.max_send_message_length", 256 << 20),
-    ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
-    # Everybody waits for an executor that restarts: look for it often.
-    ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.max_reconnect_backoff_ms", 100),
-)
-# Pings: behind beats; and where there are none, of executors that take more of them for an attack.
-PINGS = (("grpc.keepalive_time_ms", 2000), ("grpc.keepalive_timeout_ms", 2000))
-RARE_PINGS = (("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 10_000))
-
-
-UNFIT = ("INVALID_PLACEMENT", "NOT_PLACED", "LOAD_FAILED")  # of a Join: nobody else's fault
-SILENT_CODES = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,13 +133,9 @@ class ExecutorGroup:
         strength: Strength | None = None,
         router_id: bytes | None = None,
     ) -> None:
-        self._opener = opener or ChannelOpener()
         self._settings = settings
         self.deadline = StepDeadline(settings)
         self._find_addresses = find_addresses
-        self._channels: dict[str, grpc.aio.Channel] = {}
-        self._stubs: dict[str, ExecutorServiceAsyncStub] = {}
-        self._rarely_pinged: set[str] = set()  # addresses
         self._epoch = 0
         self._last_step_id = 0
         self._last_answer_time = 0.0
@@ -198,6 +162,10 @@ class ExecutorGroup:
             on_tick=self._judge,
             on_news=self._note_news,
         )
+        has_beats = settings.silent_after_ms > 0
+        self._connections = Connections(
+            opener or ChannelOpener(), self._attendance, has_beats=has_beats
+        )
         self._is_news = asyncio.Event()
         self._clock = asyncio.get_running_loop().time
         self._taking_part: set[str] = set()  # addresses of the epoch, or of its forming
@@ -211,7 +179,7 @@ class ExecutorGroup:
                 policy,
                 settings,
                 describe=self._describe_spares,
-                stage=lambda address, request: self._stubs[address].Stage(request),
+                stage=lambda address, request: self._connections.stubs[address].Stage(request),
                 on_grow=self._end_at_border,
             )
 
@@ -235,14 +203,18 @@ class ExecutorGroup:
     async def _form(self) -> GroupInfo:
         addresses = await self._candidates()
         self._taking_part = set(addresses)
-        await self._connect(addresses)
+        for address in self._left_out.keys() - set(addresses):
+            del self._left_out[address]
+        await self._connections.renew(addresses)
         try:
             members = await self._describe_all()
         except ExecutorLost as error:
             if self._attendance.held:  # what it lacks is its driver's to wait for
                 raise GroupHeld(f"another router drives its executors; {error}") from error
             raise
-        await self._connect(addresses)  # anew, to those that have turned out to have no beats
+        await self._connections.renew(
+            addresses
+        )  # anew, to those that have turned out to have no beats
         self._check_held(members)
         if self._policy is None:
             return await self._bring_together(members)
@@ -272,7 +244,7 @@ class ExecutorGroup:
         self._epoch = 1 + max(self._epoch, *(member.description.epoch for member in members))
         max_len = 0 if self._policy is None else self._policy.max_len
         info = describe_group(members, self._epoch, self._settings.model_name, max_len)
-        await _all([self._bring_up(member) for member in members])
+        await all_of([self._bring_up(member) for member in members])
         self._kv_ids = await self._join(members)
         self._members = members
         self._num_peers = len(members) // info.shape.dp_size
@@ -284,7 +256,7 @@ class ExecutorGroup:
         self._streams = [
             StepStream(
                 str(member),
-                self._channels[member.address],
+                self._connections.channels[member.address],
                 self._loss,
                 partial(self._attendance.note_answer, member.address),
                 partial(self._on_stream_end, self._loss, member),
@@ -402,7 +374,7 @@ class ExecutorGroup:
 
         async def error_of(member: Member) -> grpc.aio.AioRpcError | None:
             try:
-                await self._ask(member.address, PROBE_TIMEOUT_S)
+                await self._connections.describe(member.address, PROBE_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
                 return error
             return None
@@ -492,8 +464,7 @@ class ExecutorGroup:
         self.is_driver = False
         self._leave_epoch()
         self._attendance.close()
-        for channel in self._channels.values():
-            await channel.close()
+        await self._connections.close()
 
     def _judge(self, now: float) -> None:
         """Ends the epoch, or the forming, if an executor has fallen silent."""
@@ -569,49 +540,15 @@ class ExecutorGroup:
         try:
             return await self._find_addresses()
         except ExecutorLost:
-            if self._policy is None or not self._channels:
+            if self._policy is None or not self._connections.channels:
                 raise
-            return list(self._channels)
-
-    async def _connect(self, addresses: Sequence[str]) -> None:
-        """Keeps one channel to each address, and closes those to others or with old files."""
-        kept = set() if self._opener.has_changed() else set(addresses)
-        without_beats = self._attendance.without_beats
-        kept -= without_beats - self._rarely_pinged
-        for address in self._channels.keys() - set(addresses):
-            self._attendance.leave(address)
-        await self._disconnect(self._channels.keys() - kept)
-        for address in self._left_out.keys() - set(addresses):
-            del self._left_out[address]
-        self._open_channels(addresses)
-
-    async def _disconnect(self, addresses: Collection[str]) -> None:
-        for address in addresses:
-            del self._stubs[address]
-            self._rarely_pinged.discard(address)
-            await self._channels.pop(address).close()
-
-    def _open_channels(self, addresses: Collection[str]) -> None:
-        """Opens the channels that are not there, and attends all of these executors."""
-        has_beats = self._settings.silent_after_ms > 0
-        without_beats = self._attendance.without_beats
-        for address in addresses:
-            if address not in self._channels:
-                pings = PINGS
-                if address in without_beats or not has_beats:
-                    pings = RARE_PINGS
-                    self._rarely_pinged.add(address)
-                channel = self._opener.open(address, (*CHANNEL_OPTIONS, *pings))
-                self._channels[address] = channel
-                self._stubs[address] = ExecutorServiceStub(channel)
-            if has_beats:
-                self._attendance.attend(address, self._channels[address])
+            return list(self._connections.channels)
 
     async def _describe_all(self) -> list[Member]:
         """Returns all executors, by DP rank and attention-TP rank; of an elastic group, who answers."""
         if self._policy is not None:
-            return await self._describe_who_answers(self._stubs)
-        members = await _all([self._describe(address) for address in self._stubs])
+            return await self._describe_who_answers(self._connections.channels)
+        members = await all_of([self._describe(each) for each in self._connections.channels])
         return sorted(members, key=lambda member: member.coordinates)
 
     async def _describe_who_answers(self, addresses: Iterable[str]) -> list[Member]:
@@ -633,10 +570,7 @@ class ExecutorGroup:
     async def _describe_spares(self) -> list[Member]:
         """Returns the executors that answer, and are neither in the epoch nor another router's."""
         addresses = set(await self._candidates()) | self._taking_part
-        for address in (gone := self._channels.keys() - addresses):
-            self._attendance.leave(address)
-        await self._disconnect(gone)
-        self._open_channels(addresses)
+        await self._connections.keep(addresses)
         spares = await self._describe_who_answers(sorted(addresses - self._taking_part))
         return [spare for spare in spares if not self._is_held(spare)]
 
@@ -645,7 +579,7 @@ class ExecutorGroup:
         if self._suspicion.state(address) is MemberState.SILENT:
             timeout_s = min(SILENT_TIMEOUT_S, timeout_s)
         name = f"Describe of {self._name(address)}"
-        data = await _answer(self._ask(address, timeout_s), name)
+        data = await answer_of(self._connections.describe(address, timeout_s), name)
         try:
             member = Member(address, pb.DescribeResponse.FromString(data))
         except DecodeError as error:
@@ -656,13 +590,6 @@ class ExecutorGroup:
         if problem := problem_of(member.description):
             raise self._leave_out(member, f"described itself with {problem}")
         return member
-
-    def _ask(self, address: str, timeout_s: float) -> Awaitable[bytes]:
-        """Calls Describe. Not through the stub, which has no error for what is no message."""
-        method: grpc.aio.UnaryUnaryMultiCallable[pb.DescribeRequest, bytes] = self._channels[
-            address
-        ].unary_unary(DESCRIBE, pb.DescribeRequest.SerializeToString, None)
-        return method(pb.DescribeRequest(), timeout=timeout_s)
 
     def _leave_out(self, member: Member, problem: str) -> ExecutorLied:
         """Returns the error of a member that said what cannot be: no group forms until it restarts."""
@@ -713,7 +640,7 @@ class ExecutorGroup:
         held = [member for member in members if self._is_held(member)]
         if held:
             self._note_model(held)
-            raise _held_by(held[0].description.driver.router_id.hex())
+            raise held_by(held[0].description.driver.router_id.hex())
 
     def _note_model(self, held: Sequence[Member]) -> None:
         """Notes what these executors serve, so that requests can be taken as soon as they are."""
@@ -737,16 +664,16 @@ class ExecutorGroup:
             seen += MAX_EPOCH_LEAP
             prepare = pb.PrepareRequest(epoch=seen, router_id=self._router_id)
             timeout_s = self._settings.form_timeout_s
-            stub = self._stubs[member.address]
-            await _answer(stub.Prepare(prepare, timeout=timeout_s), f"Prepare of {member}")
+            stub = self._connections.stubs[member.address]
+            await answer_of(stub.Prepare(prepare, timeout=timeout_s), f"Prepare of {member}")
 
     async def _prepare(self, first: Member, secret: bytes) -> str:
         """Has the first member open the epoch's store. Returns the address."""
-        call = self._stubs[first.address].Prepare(
+        call = self._connections.stubs[first.address].Prepare(
             pb.PrepareRequest(epoch=self._epoch, secret=secret, router_id=self._router_id),
             timeout=self._settings.form_timeout_s,
         )
-        return (await _answer(call, f"Prepare of {first}")).store_address
+        return (await answer_of(call, f"Prepare of {first}")).store_address
 
     async def _join(self, members: Sequence[Member]) -> dict[str, str]:
         """Joins all members. Returns by address which KV each has."""
@@ -770,15 +697,15 @@ class ExecutorGroup:
                 kv_id=told.kv_id if is_known else "",
                 placement=member.placement,
             )
-            stub, timeout_s = self._stubs[member.address], self._settings.form_timeout_s
+            stub, timeout_s = self._connections.stubs[member.address], self._settings.form_timeout_s
             try:
-                return await _answer(stub.Join(request, timeout=timeout_s), f"Join of {member}")
+                return await answer_of(stub.Join(request, timeout=timeout_s), f"Join of {member}")
             except ExecutorUnfit:
                 if self._policy is not None:
                     self._policy.note_failed(self._clock(), member.address)
                 raise
 
-        joined = await _all([join(member) for member in members])
+        joined = await all_of([join(member) for member in members])
         for member, answer in zip(members, joined, strict=True):
             if member.description.instance_id != answer.instance_id:
                 raise ExecutorLost(f"{member} was restarted while the group formed")
@@ -832,35 +759,3 @@ def _describe_silence(silence: Silence, name: Callable[[str], str]) -> str:
 
 def _names(members: Sequence[Member]) -> str:
     return ", ".join(map(str, members))
-
-
-def _held_by(router_id: str) -> GroupHeld:
-    name = f"router {router_id[:8]}" if router_id else "a router of an older release"
-    return GroupHeld(f"{name} drives its executors")
-
-
-async def _answer(call: Awaitable[T], name: str) -> T:
-    try:
-        answer = await call
-    except grpc.aio.AioRpcError as error:
-        details = error_details(error)
-        reason = details.reason or error.code().name
-        if reason == "HELD":
-            raise _held_by(details.metadata.get("router_id", "")) from error
-        kind = ExecutorUnfit if reason in UNFIT else ExecutorLost
-        raise kind(f"{name} failed: {reason}: {error.details()}") from error
-    if answer is None:  # as gRPC has it of bytes that are no message
-        raise ExecutorLost(f"{name} failed: the answer is no such message")
-    return answer
-
-
-async def _all(awaitables: Sequence[Awaitable[T]]) -> list[T]:
-    """Awaits all; at the first failure, cancels the rest and raises it."""
-    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

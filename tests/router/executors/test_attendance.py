@@ -290,13 +290,13 @@ async def test_an_executor_that_floods_its_router_with_beats_has_few_of_them_rea
 async def test_executors_of_an_older_release_are_left_to_deadlines_and_pinged_rarely() -> None:
     opened: dict[str, list[tuple[str, int]]] = {}
     async with run_group(2, settings=WATCHFUL, has_beats=False) as (executors, _):
-        opener = executors._opener.open
+        opener = executors._connections._opener.open
 
         def note(target: str, options: list[tuple[str, int]]) -> object:
             opened.setdefault(target, []).append(dict(options)["grpc.keepalive_time_ms"])
             return opener(target, options)
 
-        executors._opener.open = note
+        executors._connections._opener.open = note
         with capture_logs() as logs:
             await executors.form()
             await until(lambda: len(executors._attendance.without_beats) == 2)
@@ -325,7 +325,7 @@ async def test_executors_are_attended_only_while_they_are_of_the_group_and_only_
         assert not executors._attendance._attended
     async with attended_group(2) as (executors, peers):
         address = executors._members[1].address
-        await executors._connect([executors._members[0].address])
+        await executors._connections.renew([executors._members[0].address])
         assert executors._suspicion.last_beat(address) is None
         num_beats = len(peers[0, 0].attended)
         await until(lambda: len(peers[0, 0].attended) > num_beats)

@@ -72,7 +72,7 @@ async def test_a_rank_has_its_kv_while_each_of_its_executors_has_and_nobody_else
         peers[1, 0].on_join = nothing
         assert (await group.form()).kv_ids == (one, other)
 
-        stranger = group_of(list(group._channels))
+        stranger = group_of(list(group._connections.channels))
         leave(peers)
         await stranger.form()
         await stranger.close()
