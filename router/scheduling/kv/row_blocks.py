@@ -35,6 +35,8 @@ from router.scheduling.kv.tails import Tail
 from router.scheduling.sequence_table import RowStatus, SequenceTable
 from router.scheduling.step import StepPlan
 
+FEW_ROWS = 3  # that end in a step: each by itself takes less time than all at once
+
 
 class RowBlocks:
     """The blocks behind the rows of one table.
@@ -230,6 +232,10 @@ class RowBlocks:
         for row in rows:
             if table.sequences[row] is not None:  # else it was named when it ended
                 self.name(row)
+        if len(rows) <= FEW_ROWS and not table.has_windows:
+            for row in sorted(rows):
+                self.drop(row)
+            return
         backwards = np.array(sorted(rows, reverse=True))
         num_blocks, ranks = table.num_blocks.take(backwards), backwards // table.rows_per_rank
         counts = np.bincount(ranks, num_blocks, table.dp_size).astype(np.int64)
