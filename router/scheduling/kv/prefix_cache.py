@@ -112,6 +112,10 @@ class Wanted:
         """The names of all."""
         return self._names_of(self._num_blocks)[: self._num_blocks]
 
+    def name_all(self) -> None:
+        """Works out the names of all."""
+        self._names_of(self._num_blocks)
+
     def _names_of(self, count: int) -> list[BlockHash]:
         if len(self._names) < count:
             tokens = self._tokens[: count * self._block_size]

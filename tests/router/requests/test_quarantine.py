@@ -238,8 +238,8 @@ def test_sequences_of_a_lost_step_take_no_room_from_new_ones():
 def test_a_suspect_does_not_take_the_place_of_whoever_was_given_its_own():
     """Else both would be bound and preempted in turn, and no step would ever run."""
     stepper = Stepper(make_shape(rows_per_rank=1))
-    line = Quarantine(stepper.admission)
-    stepper.scheduler._waiting = line
+    stepper.waiting = line = Quarantine(stepper.admission)
+    stepper.begin_epoch(stepper.scheduler.caches)
     low = stepper.submit([1, 2, 3], priority=-5)
     note_loss(low.sequences, is_alone=False)
     line.push(stepper.admission.pop())

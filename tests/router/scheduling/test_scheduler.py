@@ -11,8 +11,8 @@ from router.errors import Cancelled, ConstraintFailed
 from router.requests.request import FinishReason, OutputOptions, Request
 from router.scheduling.kv.block_pool import NO_BLOCKS, BlockPools
 from router.scheduling.kv.prefix_cache import CachedPrefix
-from router.scheduling.rank_choice import RankLoads, fill_level
-from router.scheduling.scheduler import Scheduler
+from router.scheduling.prompts.planner import PromptPlanner
+from router.scheduling.prompts.rank_choice import RankLoads, fill_level
 from router.scheduling.sequence_table import RowStatus
 from router.scheduling.step import PaddingMode, RowFailure, sequence_capacity
 from router.scheduling.step_budget import Prices, Why
@@ -43,7 +43,9 @@ def test_no_step_over_the_budget_is_handed_out(monkeypatch: pytest.MonkeyPatch) 
     """The executors would refuse it, and their epoch would end for all requests."""
     world = Stepper(make_shape(max_num_batched_tokens=10))
     world.submit(list(range(1, 28)))
-    monkeypatch.setattr("router.scheduling.scheduler.fill_level", lambda *counts, **limits: 11)
+    monkeypatch.setattr(
+        "router.scheduling.prompts.planner.fill_level", lambda *counts, **limits: 11
+    )
     with pytest.raises(AssertionError, match="planned 11 tokens on a rank; the budget is 10"):
         world.plan()
 
@@ -608,7 +610,7 @@ def test_a_prompt_is_held_for_as_long_as_if_every_step_laid_it_out_anew(
 ) -> None:
     """It is due after 3 ms, or has cost enough by waiting, the sooner as another comes to wait."""
     kept = _steps_of_held_prompts(first_token_ms)
-    monkeypatch.setattr(Scheduler, "_still_holds", lambda *_: False)
+    monkeypatch.setattr(PromptPlanner, "_still_holds", lambda *_: False)
     assert kept == _steps_of_held_prompts(first_token_ms)
     assert kept.index(True) >= 2
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from router.requests.request import Listeners, Request, Sequence
-from router.requests.waiting_queue import WaitingQueue
+from router.requests.waiting_queue import SequenceQueue, WaitingQueue
 from router.scheduling.counters import GroupMeasures
 from router.scheduling.kv.prefix_cache import PrefixCache
 from router.scheduling.scheduler import Scheduler, SchedulerSettings
@@ -55,6 +55,7 @@ class Stepper:
         settings: See SchedulerSettings.
 
     Attributes:
+        waiting: What a scheduler that is made from now on takes sequences from.
         ended: Sequences that ended, in order.
         listener: Of every request made here.
         results: What the executors have answered to the steps in flight.
@@ -70,6 +71,7 @@ class Stepper:
     ) -> None:
         self.shape = shape
         self.admission = WaitingQueue(max_sequences=1000, max_tokens=100_000)
+        self.waiting: SequenceQueue = self.admission
         self.listeners = Listeners(max_listeners=4)
         self.listener = self.listeners.open()
         self.ended: list[Sequence] = []
@@ -84,7 +86,7 @@ class Stepper:
         """Makes a scheduler, as for a group that has formed: nothing is bound or in flight."""
         self.scheduler = Scheduler(
             self.shape,
-            self.admission,
+            self.waiting,
             self.listeners,
             self._settings,
             clock=lambda: self.now,

@@ -7,7 +7,7 @@ import pytest
 
 from router.requests.request import Request, Suspicion
 from router.scheduling.kv.prefix_cache import NO_PREFIX, WINDOW, PrefixCache, part_name
-from router.scheduling.scheduler import SHARED_TOKENS
+from router.scheduling.prompts.binding import SHARED_TOKENS
 from router.scheduling.sequence_table import RowStatus
 from tests.router.support.stepper import (
     CHAIN,

@@ -1,0 +1,1 @@
+"""Prompts of a step: their order, the ranks that they are bound to, and how much of them runs."""

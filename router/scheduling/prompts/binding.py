@@ -1,0 +1,212 @@
+"""Binding of waiting sequences to rows of ranks: who is next, who waits for whom, who gives way."""
+
+from collections.abc import Callable
+from itertools import chain
+
+from router.requests.request import Sequence
+from router.requests.waiting_queue import SequenceQueue
+from router.scheduling.counters import GroupMeasures, TokenGaps
+from router.scheduling.kv.prefix_cache import NO_PREFIX, BlockHash, CachedPrefix
+from router.scheduling.kv.row_blocks import RowBlocks
+from router.scheduling.prompts.lookup import PrefixLookup
+from router.scheduling.prompts.order import PromptOrder
+from router.scheduling.prompts.rank_choice import RankLoads
+from router.scheduling.sequence_table import RowStatus, SequenceTable
+from router.scheduling.step import GroupShape
+from router.scheduling.step_budget import Prompt, Turn
+
+ROWS_PER_KEPT = 128  # of a group: so seldom one stays free for a flow that has none
+SHARED_TOKENS = 64  # for which an interrupted sequence waits for another that runs them
+
+
+class Binder:
+    """Gives waiting sequences rows, in the line's order, where they can run in this step.
+
+    Args:
+        shape: The group's sizes.
+        table: Its rows.
+        blocks: Theirs.
+        waiting: The sequences that wait.
+        lookup: Finds what is cached of them.
+        order: Says their turns.
+        gaps: Of the table's rows.
+        measures: Gets the sequences' times.
+        clock: In seconds.
+        preempt: Takes the sequence of a row off its rank.
+    """
+
+    def __init__(
+        self,
+        shape: GroupShape,
+        table: SequenceTable,
+        blocks: RowBlocks,
+        waiting: SequenceQueue,
+        lookup: PrefixLookup,
+        order: PromptOrder,
+        gaps: TokenGaps,
+        measures: GroupMeasures,
+        clock: Callable[[], float],
+        preempt: Callable[[int], None],
+    ) -> None:
+        self._shape = shape
+        self._table = table
+        self._pools = blocks.pools
+        self._waiting, self._line = waiting, waiting.line
+        self._lookup = lookup
+        self._order = order
+        self._gaps = gaps
+        self._measures = measures
+        self._clock = clock
+        self._preempt = preempt
+        self._is_first = True  # binding of this epoch
+
+    def bind(self, prompts: list[list[Prompt]], num_decodes: list[int], chunk: int) -> int:
+        """Binds waiting sequences, in order, to ranks that can run them in this step.
+
+        If the first that finds no row or no KV comes before one that is bound, that one gives way.
+
+        Args:
+            prompts: [dp_size] bound prompts of each rank, in order. Those that are bound are added.
+            num_decodes: [dp_size] decodes that run in this step.
+            chunk: Prompt tokens that a rank may run in this step if all have some.
+
+        Returns:
+            How many wait for rows or KV, of which the first finds none.
+        """
+        if not len(self._waiting):
+            return 0
+        deferred, num_stuck = [], 0
+        prices, kv_ids = self._order.prices, self._lookup.kv_ids
+        loads = RankLoads(
+            self._shape, self._table, self._pools, prompts, num_decodes, chunk, prices
+        )
+        if self._is_first:
+            self._is_first = False
+            if any(each.progress.has_kept_kv(kv_ids) for each in self._waiting):
+                self._bind_kept(loads)
+        coming = dict[BlockHash, Turn]()
+        for prompt in chain.from_iterable(prompts):
+            self._note_coming(coming, self._table.bound(prompt.row))
+        while (sequence := self._waiting.peek()) is not None:
+            if self._waits_for_its_leader(sequence) or self._waits_for_blocks(sequence, coming):
+                deferred.append(self._waiting.pop())
+            elif not self._bind_to_best_rank(sequence, loads):
+                if loads.is_stuck:
+                    num_stuck = len(self._waiting)
+                    self._preempt_for(sequence)
+                break
+            else:
+                self._note_coming(coming, sequence)
+        for sequence in deferred:
+            self._waiting.push(sequence)
+        return num_stuck
+
+    def _waits_for_its_leader(self, sequence: Sequence) -> bool:
+        """Whether the request's first continuation still runs the prompt that they share."""
+        leader = sequence.request.sequences[0]
+        is_running = leader.table is not None and leader is not sequence
+        return is_running and self._table.status[leader.row] == RowStatus.EXTEND
+
+    def _note_coming(self, coming: dict[BlockHash, Turn], sequence: Sequence) -> None:
+        """Notes a block that an interrupted sequence, which is bound, runs before long, and its turn."""
+        if sequence.is_interrupted:
+            done = int(self._table.num_computed[sequence.row])
+            for name in self._last_shared(sequence.block_hashes, done // self._shape.block_size):
+                coming.setdefault(name, self._order.turn(sequence, done))
+
+    def _waits_for_blocks(self, sequence: Sequence, coming: dict[BlockHash, Turn]) -> bool:
+        """Whether a bound sequence is about to run what this one would have to run next.
+
+        After a loss many go on at once. Of those that begin alike one computes that, and the others find
+        it as soon as it is planned. New prompts run at once, wherever there is time.
+        """
+        if not (coming and sequence.is_interrupted):
+            return False
+        found = self._lookup.find(sequence)
+        names = self._last_shared(found.wanted.hashes, found.num_blocks)
+        turns = [coming.get(name) for name in names]
+        return any(turn is not None and turn <= self._order.turn(sequence) for turn in turns)
+
+    def _last_shared(self, hashes: list[BlockHash], first: int) -> list[BlockHash]:
+        """Returns the name of the block from `first` on that makes it worth to wait, if there is one."""
+        place = first + max(1, SHARED_TOKENS // self._shape.block_size) - 1
+        return hashes[place : place + 1]
+
+    def _is_kept_out(self, sequence: Sequence) -> bool:
+        """Whether what rows are free are kept for flows that have none.
+
+        Who gives way leaves a row when the step that runs it is back; who comes beside a flood need
+        not wait for that, and the flood need not compute again what gave way.
+        """
+        if not (self._line.are_many and sequence.flow.num_held):
+            return False
+        num_rows = len(self._table.sequences)
+        return num_rows - int(self._table.num_bound_rows.sum()) <= num_rows // ROWS_PER_KEPT
+
+    def _bind_kept(self, loads: RankLoads) -> None:
+        """Binds what ranks have KV of since before a loss, until others take rows and blocks there."""
+        others = []
+        while (sequence := self._waiting.peek()) is not None:
+            if not self._bind_to_best_rank(sequence, loads, only_home=True):
+                others.append(self._waiting.pop())
+        for sequence in others:
+            self._waiting.push(sequence)
+
+    def _bind_to_best_rank(
+        self, sequence: Sequence, loads: RankLoads, *, only_home: bool = False
+    ) -> bool:
+        if not only_home and self._is_kept_out(sequence):
+            loads.is_stuck = True
+            return False
+        num_tokens = len(sequence.tokens)  # once bound, its tokens are a whole row
+        found, home, _ = self._lookup.find(sequence)
+        if only_home and home is None:
+            return False
+        goes_on = sequence.num_output_tokens > 0
+        turn = self._order.turn(sequence)
+        rank = loads.pick(turn, num_tokens, found, goes_on=goes_on, home=home)
+        if rank is None or (only_home and rank != home):
+            return False
+        cached = found.get(rank, NO_PREFIX)
+        row = self._enter(self._waiting.pop(), rank, cached)
+        prompt = self._order.prompt(row) if rank in found else Prompt(turn, num_tokens, 0, row)
+        loads.add(rank, prompt, len(cached.blocks))
+        return True
+
+    def _enter(self, sequence: Sequence, rank: int, cached: CachedPrefix) -> int:
+        """Gives a sequence a row of a rank, which it returns."""
+        cache = self._lookup.caches[rank]
+        cache.use(cached)
+        row, progress = self._table.bind(sequence, rank, cached), sequence.progress
+        num_cached = cached.num_tokens(self._shape.block_size)
+        is_new = progress.start_time is None
+        self._line.take(sequence, (sequence.num_tokens - num_cached) * is_new)
+        self._table.flow[row] = sequence.flow.number
+        self._gaps.enter(row, progress.last_token_time)
+        if is_new:
+            progress.start_time = self._clock()
+            progress.num_cached_tokens = min(num_cached, sequence.num_prompt_tokens)
+            cache.num_queried_tokens += sequence.num_prompt_tokens
+            cache.num_hit_tokens += progress.num_cached_tokens
+            self._measures.queue_s.observe(progress.start_time - sequence.request.arrival_time)
+        if progress.num_computed_tokens:
+            is_kept = progress.has_kept_kv(self._lookup.kv_ids)
+            self._measures.kept_kv.add(progress.num_computed_tokens, num_cached, is_kept=is_kept)
+            progress.num_computed_tokens = 0
+        return row
+
+    def _preempt_for(self, sequence: Sequence) -> None:
+        """Preempts the last sequence of another flow, or of lower priority, for a waiting one before it."""
+        table, rows = self._table, self._table.live_rows()
+        if (table.status >= RowStatus.PREEMPTED).any() or not len(rows):
+            return  # what leaves makes place before long
+        flow, priority = self._line.flow_of(sequence.request.caller), sequence.request.priority
+        last = table.bound(table.last_in_order(rows))
+        if last.flow is not flow and last.order < (*flow.next_key, *sequence.turn):
+            rows = rows[table.flow.take(rows) == flow.number]
+            if not len(rows):
+                return
+            last = table.bound(table.last_in_order(rows))
+        is_less = last.request.priority < priority and last.turn > sequence.turn
+        if last.flow is not flow or is_less:
+            self._preempt(last.row)

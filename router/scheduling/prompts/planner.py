@@ -1,0 +1,239 @@
+"""Planner of a step's prompts: its budget, which of them run, and their chunks.
+
+Moves 2 to 7 of a step (`Scheduler`). Prompts that are held are laid out once: until something else
+changes, a step only looks at the clock.
+"""
+
+import math
+from collections.abc import Callable
+from itertools import chain
+
+import numpy as np
+
+from router.requests.request import Int32Array
+from router.requests.waiting_queue import SequenceQueue
+from router.scheduling.columns import Mask, RowSet
+from router.scheduling.counters import GroupMeasures
+from router.scheduling.kv.row_blocks import RowBlocks
+from router.scheduling.prompts.binding import Binder
+from router.scheduling.prompts.order import PromptOrder
+from router.scheduling.prompts.rank_choice import fill_level
+from router.scheduling.sequence_table import RowStatus, SequenceTable
+from router.scheduling.speculation import Drafting
+from router.scheduling.step import GroupShape
+from router.scheduling.step_budget import (
+    Budget,
+    BudgetSettings,
+    Hold,
+    Prompt,
+    Why,
+    drained_tokens,
+    fill,
+    open_budget,
+)
+from router.scheduling.step_builder import Chunk, StepBuilder
+
+# Budget, prompts, tokens of each rank, when the oldest was bound, rows, and decodes of each rank.
+_Held = tuple[Budget, list[list[Prompt]], list[int], float, list[int], list[int]]
+
+
+class PromptPlanner:
+    """Takes prompts into steps.
+
+    Args:
+        shape: The group's sizes.
+        table: Its rows.
+        blocks: Theirs.
+        waiting: The sequences that wait.
+        builder: Builds the steps.
+        binder: Binds them.
+        order: Says whose turn it is.
+        drafting: Asked whether a step is for drafts; None: none is.
+        settings: What the operator said.
+        measures: Counts decisions.
+        clock: In seconds.
+    """
+
+    def __init__(
+        self,
+        shape: GroupShape,
+        table: SequenceTable,
+        blocks: RowBlocks,
+        waiting: SequenceQueue,
+        builder: StepBuilder,
+        binder: Binder,
+        order: PromptOrder,
+        drafting: Drafting | None,
+        settings: BudgetSettings,
+        measures: GroupMeasures,
+        clock: Callable[[], float],
+    ) -> None:
+        self._shape = shape
+        self._table = table
+        self._blocks = blocks
+        self._waiting, self._line = waiting, waiting.line
+        self._builder = builder
+        self._binder = binder
+        self._order = order
+        self._drafting = drafting
+        self._settings = settings
+        self._measures = measures
+        self._clock = clock
+        self._hold = Hold(settings, clock())
+        self._held: _Held | None = None  # what the last step did not run
+
+    def take(self, runs: Mask) -> tuple[Int32Array | None, list[list[Chunk]]]:
+        """Binds waiting sequences, and takes prompts into the step unless it is the drafts' turn.
+
+        Args:
+            runs: bool [R], rows that decode. Rows that are preempted here leave it.
+
+        Returns:
+            The decodes' limits if the step drafts while prompts wait, and each rank's chunks.
+        """
+        table = self._table
+        rows = np.flatnonzero(table.status == RowStatus.EXTEND).tolist()
+        if not len(self._waiting) and not rows:
+            self._hold.skip(self._clock())
+            return None, []
+        decodes = table.row_set(runs)
+        num_decodes = decodes.num_rows
+        if self._still_holds(rows, num_decodes):
+            return None, []
+        order, chunk = self._order, self._shape.max_num_batched_tokens
+        order.learn()
+        self._waiting.order_by_length(order.seconds_behind(1))
+        prompts, budget = order.bound(rows), None
+        if order.goes_by_time:
+            budget = self._open_budget(decodes, prompts)
+            chunk = budget.chunk
+        num_stuck = self._binder.bind(prompts, num_decodes, chunk)
+        if num_stuck:  # one may have given way
+            status = table.status
+            runs &= status == RowStatus.DECODE
+            prompts = [[p for p in rank if status[p.row] == RowStatus.EXTEND] for rank in prompts]
+        if self._drafting is not None:
+            limits = self._drafting.take_turn(runs, has_waiting=len(self._waiting) > 0)
+            if limits is not None:
+                return limits, []
+        counts = self._fill(prompts, num_decodes, budget, num_stuck)
+        if not any(counts):
+            return None, []
+        chunks = self._take_chunks(prompts, num_decodes, counts)
+        runs &= table.status == RowStatus.DECODE
+        return None, chunks
+
+    def _still_holds(self, rows: list[int], num_decodes: list[int]) -> bool:
+        """Whether the prompts that the last step held are all that there is, and are held again.
+
+        Prices and KV are those of that step: only time has passed.
+        """
+        held, self._held = self._held, None
+        if held is None or len(self._waiting) or self._drafting is not None:
+            return False
+        budget, prompts, counts, oldest, *known = held
+        if known != [rows, num_decodes]:
+            return False
+        now = self._clock()
+        why = self._hold.decide(budget, prompts, counts, now, oldest=oldest, num_stuck=0)
+        if why is Why.HELD:
+            self._measures.decisions[why] += 1
+            self._held = held
+        return why is Why.HELD
+
+    def _open_budget(self, decodes: RowSet, prompts: list[list[Prompt]]) -> Budget:
+        """Returns the time of this step."""
+        bound = [(self._table.bound(p.row), p.left) for p in chain.from_iterable(prompts)]
+        first = self._waiting.peek()
+        if (first and first.is_interrupted) or any(each.is_interrupted for each, _ in bound):
+            backlog = math.inf  # their callers wait for the next token
+        else:
+            most = drained_tokens(self._settings, self._order.prices) * self._shape.dp_size
+            backlog = sum(left for each, left in bound if each.request.priority >= 0)
+            backlog += self._waiting.backlog(most)
+        return open_budget(
+            self._settings,
+            self._order.prices,
+            decodes.num_rows,
+            self._builder.kv_tokens(decodes).tolist(),
+            backlog,
+            self._shape.max_num_batched_tokens,
+        )
+
+    def _fill(
+        self,
+        prompts: list[list[Prompt]],
+        num_decodes: list[int],
+        budget: Budget | None,
+        num_stuck: int,
+    ) -> list[int]:
+        """Returns how many prompt tokens each rank runs; none if they are held."""
+        floor = self._settings.min_chunk_tokens
+        if budget is None:
+            most, left = (
+                self._shape.max_num_batched_tokens,
+                [sum(p.left for p in r) for r in prompts],
+            )
+            floor += max(num_decodes)  # the setting is of prompts, a level of all tokens
+            level = fill_level(num_decodes, left, max_tokens=most, floor=floor)
+            return [level - num for num in num_decodes]
+        counts, now = fill(budget, prompts, floor), self._clock()
+        if not any(counts):
+            return counts
+        bound = [self._table.bound(prompt.row) for prompt in chain.from_iterable(prompts)]
+        starts = [sequence.progress.start_time for sequence in bound]
+        oldest = min(start for start in starts if start is not None)
+        if self._line.are_many:  # a flood's many are no reason to hold another's prompt
+            num_stuck = min(num_stuck, *(sequence.flow.num_waiting for sequence in bound))
+        why = self._hold.decide(budget, prompts, counts, now, oldest=oldest, num_stuck=num_stuck)
+        self._measures.decisions[why] += 1
+        if why is Why.HELD:
+            rows = sorted(prompt.row for prompt in chain.from_iterable(prompts))
+            self._held = budget, prompts, counts, oldest, rows, num_decodes
+            return [0] * len(counts)
+        counts = self._hold.trim(budget, prompts, counts, num_stuck=num_stuck)
+        self._hold.note(counts, now)
+        return counts
+
+    def _take_chunks(
+        self, prompts: list[list[Prompt]], num_decodes: list[int], counts: list[int]
+    ) -> list[list[Chunk]]:
+        """Returns each rank's chunks of prompts, each with blocks, up to so many tokens."""
+        chunks = self._cut(prompts, num_decodes, counts, lambda _rank, _row, count: count)
+        taken = list(chain.from_iterable(chunks))
+        rows = np.array([chunk.row for chunk in taken], dtype=np.int64)
+        num_tokens = np.array([chunk.num_tokens for chunk in taken], dtype=np.int32)
+        if self._blocks.give_all(rows, num_tokens):
+            return chunks
+        status = self._table.status
+        chunks = self._cut(prompts, num_decodes, counts, self._blocks.give)
+        return [[c for c in rank if status[c.row] == RowStatus.EXTEND] for rank in chunks]
+
+    def _cut(
+        self,
+        prompts: list[list[Prompt]],
+        num_decodes: list[int],
+        counts: list[int],
+        give: Callable[[int, int, int], int],
+    ) -> list[list[Chunk]]:
+        """Returns each rank's chunks up to so many tokens.
+
+        Args:
+            give: Says how many tokens of a rank's row get blocks, of those that it would run.
+        """
+        table, shape = self._table, self._shape
+        chunks: list[list[Chunk]] = [[] for _ in range(shape.dp_size)]
+        for rank, tokens_left in enumerate(counts):
+            logits_left = shape.max_num_logits - num_decodes[rank]
+            for _, left, _, row in prompts[rank]:
+                count, num_logits = min(tokens_left, left), 1
+                if table.scores_prompt[row]:
+                    count = num_logits = min(count, logits_left)
+                if count <= 0 or logits_left <= 0 or table.status[row] != RowStatus.EXTEND:
+                    continue
+                count = give(rank, row, count)
+                if count > 0:
+                    chunks[rank].append(Chunk(row, count))
+                    tokens_left -= count
+                    logits_left -= num_logits
+        return chunks
