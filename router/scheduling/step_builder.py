@@ -212,9 +212,8 @@ class StepBuilder:
         sequences = [table.bound(row) for row in rows.tolist()]
         spans = list(zip(sequences, starts.tolist(), ends.tolist(), strict=True))
         token_ids = np.concatenate([each.tokens[start:end] for each, start, end in spans])
-        scores = table.scores_prompt.take(rows)
         scored_ids = [NOTHING] * len(rows)
-        for i in np.flatnonzero(scores).tolist():
+        for i in np.flatnonzero(table.scores_prompt.take(rows)).tolist():
             sequence, start, end = spans[i]
             last = min(end + 1, sequence.num_prompt_tokens)
             scored_ids[i] = sequence.tokens[start + 1 : last]
@@ -230,7 +229,7 @@ class StepBuilder:
                 continue
             part = slice(first, last)
             blocks = slice(block_cuts[rank], block_cuts[rank + 1])
-            scored = scored_ids[part] if scores[part].any() else []
+            scored = scored_ids[part] if any(map(len, scored_ids[part])) else []
             batches[rank] = RankBatch(
                 BatchMode.EXTEND,
                 local_rows[part],
