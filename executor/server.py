@@ -128,6 +128,8 @@ class Experts(Protocol):
     def num_experts(self) -> int: ...
     @property
     def resident(self) -> list[int]: ...
+    @property
+    def places_crc32(self) -> int: ...
     def stage(
         self, slots: Sequence[int], used: Sequence[int] | None, max_bytes_per_s: int
     ) -> Staging: ...
@@ -704,7 +706,11 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         if self._last_reading is not None:
             wait([self._last_reading])
         loaded = worker.join(request.epoch, request.store_address, attempt, placement)
-        return pb.JoinResponse(loaded_bytes=loaded.num_bytes, load_ns=loaded.ns)
+        return pb.JoinResponse(
+            loaded_bytes=loaded.num_bytes,
+            load_ns=loaded.ns,
+            places_crc32=0 if worker.experts is None else worker.experts.places_crc32,
+        )
 
     def _step(
         self, stream: StepStream, worker: Worker, request: pb.StepRequest, arrival_ns: int

@@ -13,7 +13,7 @@ Dispatchers read them by expert id, at addresses that stay, so that graphs find 
 import torch
 
 from executor.parallel.layout import Capacity, Topology
-from protos.executor.placement import GHOST, SlotMap
+from protos.executor.placement import GHOST, SlotMap, places_crc32
 
 
 class ExpertPlaces:
@@ -78,6 +78,14 @@ class ExpertPlaces:
         self.route_of_expert.copy_(torch.tensor(routes))
         self.slot_of_expert.copy_(torch.tensor(slots))
         self.is_in_order = slot_map[ep_rank] == tuple(range(none))
+
+    @property
+    def crc32(self) -> int:
+        """Checksum of where each expert is, as the tables have it."""
+        ranks = self.rank_of_expert[: self.num_experts].tolist()
+        routes = self.route_of_expert[: self.num_experts].tolist()
+        slots = [route - rank * self.num_slots for route, rank in zip(routes, ranks, strict=True)]
+        return places_crc32(zip(ranks, slots, strict=True))
 
     @classmethod
     def of(

@@ -6,13 +6,35 @@ All ranks have as many slots, and those without an expert are ghosts: no row is 
 their weights are never read. So any number of experts goes on any number of ranks.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+import struct
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
+from zlib import crc32
 
 GHOST = -1  # in place of an expert
 
 SlotMap: TypeAlias = tuple[tuple[int, ...], ...]  # the expert in each slot of each rank, or GHOST
 Member = TypeVar("Member", bound=Hashable)
+
+
+def places_of(slot_map: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """Returns the EP rank and the slot of each expert, by its number."""
+    places = {
+        expert: (rank, slot)
+        for rank, slots in enumerate(slot_map)
+        for slot, expert in enumerate(slots)
+        if expert != GHOST
+    }
+    return [places[expert] for expert in sorted(places)]
+
+
+def places_crc32(places: Iterable[tuple[int, int]]) -> int:
+    """Returns the checksum of experts' places (see JoinResponse).
+
+    Args:
+        places: As of `places_of`.
+    """
+    return crc32(b"".join(struct.pack("<ii", *place) for place in places))
 
 
 def num_slots_for(num_experts: int, num_ranks: int) -> int:

@@ -60,7 +60,13 @@ from router.executors.elastic import (
     Strength,
 )
 from router.executors.formation import Member, check_group, describe_group
-from router.executors.places import candidate_of, is_elastic, placed, require_elastic
+from router.executors.places import (
+    candidate_of,
+    is_elastic,
+    placed,
+    places_crc32_of,
+    require_elastic,
+)
 from router.executors.spares import Spares
 from router.executors.step_codec import (
     WrongAnswer,
@@ -709,6 +715,8 @@ class ExecutorGroup:
         for member, answer in zip(members, joined, strict=True):
             if member.description.instance_id != answer.instance_id:
                 raise ExecutorLost(f"{member} was restarted while the group formed")
+            if answer.places_crc32 != places_crc32_of(member):
+                raise self._leave_out(member, "has experts in other places than its group")
         return {
             member.address: _kv_of(answer) for member, answer in zip(members, joined, strict=True)
         }

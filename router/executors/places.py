@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from protos.executor.placement import places_crc32, places_of
 from protos.executor.v1 import executor_pb2 as pb
 from router.errors import GroupMismatch
 from router.executors.elastic import Candidate, Formation
@@ -64,6 +65,14 @@ def placement_of(formation: Formation, member: Candidate) -> pb.Placement:
         expert_slots=len(formation.slots[0]),
         expert_of_slot=np.array(formation.slots, dtype="<i4").tobytes(),
     )
+
+
+def places_crc32_of(member: Member) -> int:
+    """Returns the checksum of experts' places that a member's Join should answer; 0: it has no placement."""
+    if member.placement is None or not member.placement.expert_slots:
+        return 0
+    experts = np.frombuffer(member.placement.expert_of_slot, "<i4")
+    return places_crc32(places_of(experts.reshape(-1, member.placement.expert_slots).tolist()))
 
 
 def placed(formation: Formation, members: Sequence[Member]) -> list[Member]:

@@ -90,6 +90,11 @@ class ElasticExperts:
         of_slots = zip(*held, strict=True)
         return [each[0] if len(set(each)) == 1 else GHOST for each in of_slots]
 
+    @property
+    def places_crc32(self) -> int:
+        """Checksum of where rows for each expert go; 0 of a model without experts."""
+        return self._places.crc32 if self._models else 0
+
     def check(self) -> None:
         """Checks that the checkpoints hold all experts as the models need them; reads no weight.
 

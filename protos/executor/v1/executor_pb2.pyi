@@ -839,6 +839,7 @@ class JoinResponse(_message.Message):
     KV_ID_FIELD_NUMBER: _builtins.int
     LOADED_BYTES_FIELD_NUMBER: _builtins.int
     LOAD_NS_FIELD_NUMBER: _builtins.int
+    PLACES_CRC32_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """DescribeResponse.instance_id of the process that joined. The router takes another one than
     Describe gave for an executor that was restarted meanwhile.
@@ -849,6 +850,11 @@ class JoinResponse(_message.Message):
     """Of the experts that it had to load for its placement, in its memory; 0 if it held them."""
     load_ns: _builtins.int
     """How long that took, in nanoseconds."""
+    places_crc32: _builtins.int
+    """CRC-32, as of zlib, of where it sends rows for each expert: EP rank and slot, each an int32 in little
+    endian, by the expert's number. 0 without a placement. All members must have the same; the router
+    leaves out one that differs from what it placed.
+    """
     def __init__(
         self,
         *,
@@ -856,10 +862,11 @@ class JoinResponse(_message.Message):
         kv_id: _builtins.str = ...,
         loaded_bytes: _builtins.int = ...,
         load_ns: _builtins.int = ...,
+        places_crc32: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "kv_id", b"kv_id", "load_ns", b"load_ns", "loaded_bytes", b"loaded_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "kv_id", b"kv_id", "load_ns", b"load_ns", "loaded_bytes", b"loaded_bytes", "places_crc32", b"places_crc32"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,7 +4,7 @@ import torch
 
 from executor.parallel.expert_places import ExpertPlaces, look_up
 from executor.parallel.layout import Topology
-from protos.executor.placement import place_experts
+from protos.executor.placement import GHOST, place_experts, places_crc32, places_of
 
 TABLES = ("rank_of_expert", "route_of_expert", "slot_of_expert")
 
@@ -44,3 +44,12 @@ def test_ranks_that_share_all_experts_need_no_table():
     places = ExpertPlaces(((1, 0),), 0)
     assert not places.is_in_order, "slots may be in any order"
     assert places.slot_of_expert.tolist() == [1, 0, 2]
+
+
+def test_members_of_a_group_have_one_checksum_and_of_another_map_another():
+    slot_map = place_experts({}, "abc", num_slots=3, num_experts=8)
+    with_more_slots = tuple((*slots, GHOST) for slots in slot_map)
+    expected = places_crc32(places_of(slot_map))
+    assert {ExpertPlaces(slot_map, rank).crc32 for rank in range(3)} == {expected}
+    assert ExpertPlaces(with_more_slots, 1).crc32 == expected
+    assert ExpertPlaces((slot_map[1], slot_map[0], slot_map[2]), 1).crc32 != expected

@@ -10,7 +10,7 @@ import pytest
 
 from protos.executor.v1 import executor_pb2 as executor_pb
 from protos.serving.v1 import serving_pb2 as pb
-from router.errors import ExecutorLost, GroupGrows, GroupHeld, GroupMismatch
+from router.errors import ExecutorLied, ExecutorLost, GroupGrows, GroupHeld, GroupMismatch
 from router.executors.elastic import Strength
 from router.executors.group import ExecutorGroup, GroupSettings
 from tests.router.support.peers import ElasticPeers, Peer, error_of, run_step
@@ -167,6 +167,23 @@ async def test_a_silent_spare_does_not_end_the_epoch_and_a_silent_member_does() 
         with pytest.raises(ExecutorLost, match="is silent"):
             await world.group.lost()
         assert (await world.group.form()).addresses == (spare,)
+
+
+async def test_an_executor_with_experts_in_other_places_than_its_group_is_left_out() -> None:
+    """It would send rows to where another expert is, and nobody would see it but in the text."""
+    async with ElasticPeers(Strength(2, 1), PATIENT) as world:
+        first, second = [await world.start() for _ in range(2)]
+
+        async def swap_two() -> None:
+            places = world.at(second).places
+            places[0], places[-1] = places[-1], places[0]
+
+        world.at(second).on_join = swap_two
+        with pytest.raises(ExecutorLied, match=rf"{second} .* experts in other places"):
+            await world.group.form()
+        await world.stop(first)
+        with pytest.raises(ExecutorLost):
+            await world.group.form()
 
 
 async def test_an_executor_that_cannot_load_its_experts_is_left_out_next_time() -> None:

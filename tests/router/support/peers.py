@@ -12,6 +12,7 @@ import numpy as np
 
 from protos.executor.epochs import MAX_EPOCH_LEAP
 from protos.executor.lease import is_held
+from protos.executor.placement import places_crc32, places_of
 from protos.executor.step_checksums import agreement_crc32, part_crc32
 from protos.executor.v1 import executor_pb2 as pb
 from protos.transport.errors import RpcError, abort_on_error
@@ -86,6 +87,7 @@ class Peer:
         waits: Whether it says that it waits for its peers.
         placements: What Joins said of its place.
         staged: What Stage was called with.
+        places: Of experts, as it was told them last.
         resident: [num_slots] experts that it holds; -1: none.
         driver: The router that took it last; others may as soon as that has no stream.
         num_standbys: Told with its beats.
@@ -107,6 +109,7 @@ class Peer:
     ) -> None:
         self.placements: list[pb.Placement] = []
         self.staged: list[pb.StageRequest] = []
+        self.places: list[tuple[int, int]] = []
         self.resident = [-1] * num_slots
         self.attended: list[pb.AttendRequest] = []
         self.may_beat = asyncio.Event()
@@ -184,7 +187,13 @@ class Peer:
             if self.kv_id and self.kv_id != request.kv_id:
                 self.kv_id = next(self._kv_ids)
             await self.on_join()
-        return pb.JoinResponse(instance_id=self.instance_id, kv_id=self.kv_id)
+        return pb.JoinResponse(
+            instance_id=self.instance_id, kv_id=self.kv_id, places_crc32=self._places_crc32
+        )
+
+    @property
+    def _places_crc32(self) -> int:
+        return places_crc32(self.places)
 
     def _take_place(self, placement: pb.Placement) -> None:
         self.placements.append(placement)
@@ -195,6 +204,7 @@ class Peer:
         rank, num_slots = placement.coordinates.ep_rank, placement.expert_slots
         experts = np.frombuffer(placement.expert_of_slot, "<i4").reshape(-1, num_slots)
         self.resident[:num_slots] = experts[rank].tolist()
+        self.places = places_of(experts.tolist())
 
     async def stage(self, request: pb.StageRequest, context: Any) -> AsyncIterator[Any]:
         self.staged.append(request)
