@@ -91,6 +91,7 @@ class Attendance:
         self._clock = self._loop.time
         self._attended: dict[str, _Attended] = {}
         self._timer: asyncio.TimerHandle | None = None  # of the next tick
+        self._due_time = float("inf")  # its
         self._tick_time = self._beat_time = self._step_time = self._excused_time = -BEAT_S
         self.without_beats: set[str] = set()
         self.num_standbys: dict[str, int] = {}
@@ -100,7 +101,7 @@ class Attendance:
         """Sees to it that an executor is attended over this channel, until `leave` or `close`."""
         if self._timer is None:
             self._beat_time = self._clock()
-            self._timer = self._loop.call_later(TICK_S, self._tick)
+            self._tick_in(TICK_S)
         attended = self._attended.get(address)
         if attended is not None and attended.task is not None:
             if attended.channel is channel and not attended.task.done():
@@ -128,7 +129,7 @@ class Attendance:
             self.leave(address)
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+            self._timer, self._due_time = None, float("inf")
 
     def note_step(self) -> None:
         """Notes that all members of the epoch are sent a step now."""
@@ -138,7 +139,8 @@ class Attendance:
 
     def note_answer(self, address: str, now: float) -> None:
         """Notes the answer of a step, which says as much as a beat."""
-        self._excuse(now)
+        if now - self._due_time > LATE_S:
+            self._excuse(now)
         self._suspicion.note_answer(address, now)
 
     def _tick(self) -> None:
@@ -157,18 +159,19 @@ class Attendance:
         if self._timer is not None:
             self._timer.cancel()
             wait_s = BEAT_S + TICK_S if has_steps else TICK_S
-            # Not at once, however long this took: uvloop's handle of that does not say when it is due.
-            wait_s = max(now + wait_s - self._clock(), LATE_S)
-            self._timer = self._loop.call_later(wait_s, self._tick)
+            # Not at once, however long this took.
+            self._tick_in(max(now + wait_s - self._clock(), LATE_S))
+
+    def _tick_in(self, wait_s: float) -> None:
+        self._due_time = self._clock() + wait_s
+        self._timer = self._loop.call_later(wait_s, self._tick)
 
     def _excuse(self, now: float) -> None:
         """Takes off all silences what this event loop is late for its tick, once.
 
         Call it before anything is noted that came meanwhile: what waited here to be read was not late.
         """
-        if self._timer is None:
-            return
-        late_s = now - max(self._timer.when(), self._excused_time)
+        late_s = now - max(self._due_time, self._excused_time)
         if late_s > LATE_S:
             self._suspicion.excuse(late_s)
             self._excused_time = now

@@ -137,7 +137,15 @@ class Suspicion:
     def note_answer(self, name: str, now: float) -> None:
         """Notes the answer of a step, which counts as a beat that says nothing."""
         member = self._members.get(name)
-        if member is not None and member.is_attended:
+        if member is None:
+            return
+        if member.state is MemberState.ATTENTIVE and now - member.time <= MIN_GAP_S:
+            member.time, member.excused_s = (
+                now,
+                0.0,
+            )  # a gap that teaches nothing: as with most steps
+            member.has_answered = True
+        elif member.is_attended:
             self.outcomes["cleared"] += member.note_sign(now) is MemberState.SUSPECT
             member.has_answered = True
 
