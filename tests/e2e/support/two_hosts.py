@@ -1,9 +1,10 @@
-"""Run of a group over a network: ``... two_hosts cut|lossy PREFIX LOG_DIR``.
+"""Run of a group over a network: ``... two_hosts cut|gone|lossy PREFIX LOG_DIR``.
 
 Runs on the router's host of tests/e2e/support/hosts.py, where it starts the router, and an executor on each
 of the two others. Asks the demo's problems. "cut": while many streams run, cuts one executor off for
-some seconds; fails if a stream is not whole or the cut was not noticed. "lossy": fails if an epoch is
-lost on a network that is slow and loses frames, but no host. Either fails if an answer is wrong.
+some seconds; fails if a stream is not whole or the cut was not noticed. "gone": cuts one of an elastic group
+off for good; fails if the other one does not go on with all streams. "lossy": fails if an epoch is
+lost on a network that is slow and loses frames, but no host. Each fails if an answer is wrong.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from deploy.local.demo_tasks import token_ids
 from deploy.local.launch import DEMO_MODEL
 from deploy.local.processes import Process
 from router.client import Client, Options
-from tests.e2e.conftest import EXECUTOR_ARGS
+from tests.e2e.conftest import EXECUTOR_ARGS, FLOAT32_ARGS
 from tests.e2e.support.hosts import Hosts
 from tests.e2e.support.logs import records
 from tests.e2e.support.stacks import group_with_problem
@@ -32,6 +33,7 @@ NUM_STREAMS = 8
 NUM_TOKENS = 160
 CUT_S = 10.0
 STOP_TIMEOUT_S = 20.0
+ELASTIC = ("--min-dp-size", "1", "--max-dp-size", str(len(EXECUTORS)), *FLOAT32_ARGS)
 GREEDY: Options = {"max_tokens": NUM_TOKENS, "ignore_eos": True}
 
 
@@ -43,8 +45,13 @@ def start(hosts: Hosts, name: str, args: list[str], log_dir: Path) -> Process:
     return Process(name, ["-c", code], log_path=log_dir / f"{name}.log", env=env)
 
 
+def placed(rank: int) -> tuple[str, ...]:
+    """Returns the flags of an executor that has its place from its start."""
+    return ("--dp-rank", str(rank), "--dp-size", str(len(EXECUTORS)), *EXECUTOR_ARGS)
+
+
 @asynccontextmanager
-async def stack(hosts: Hosts, log_dir: Path) -> AsyncIterator[str]:
+async def stack(hosts: Hosts, log_dir: Path, *, is_elastic: bool = False) -> AsyncIterator[str]:
     """Runs a router and its executors, each on its host. Yields the router's address."""
     processes = []
     token = log_dir / "token"
@@ -55,12 +62,14 @@ async def stack(hosts: Hosts, log_dir: Path) -> AsyncIterator[str]:
                 *("-m", "executor", "--model", str(DEMO_MODEL), "--listen", f"0.0.0.0:{PORT}"),
                 *("--advertised-host", hosts.address(name), "--plaintext", "on"),
                 *("--auth-tokens", str(token)),
-                *("--dp-rank", str(rank), "--dp-size", str(len(EXECUTORS)), *EXECUTOR_ARGS),
+                *(ELASTIC if is_elastic else placed(rank)),
             ]
             processes.append(start(hosts, name, args, log_dir))
         for process in processes:
             await process.event("listening")
         group = ",".join(f"{hosts.address(name)}:{PORT}" for name in EXECUTORS)
+        if is_elastic:
+            group += f"?size={len(EXECUTORS)}&min=1"
         args = [
             *("-m", "router", "--listen", f"{hosts.address(ROUTER)}:{PORT}", "--group", group),
             *("--plaintext", "on", "--executor-plaintext", "on", "--executor-token", str(token)),
@@ -89,7 +98,8 @@ async def read_streams(client: Client, tokens: list[list[int]]) -> None:
 
 
 async def run(kind: str, hosts: Hosts, log_dir: Path) -> None:
-    async with stack(hosts, log_dir) as address, Client(address) as client:
+    entered = stack(hosts, log_dir, is_elastic=kind == "gone")
+    async with entered as address, Client(address) as client:
         await wait_until_ready(client)
         answers = await ask_all(client, draw_requests(SEED, NUM_REQUESTS))
         assert all(answer.is_right for answer in answers)
@@ -99,10 +109,10 @@ async def run(kind: str, hosts: Hosts, log_dir: Path) -> None:
             log = log_dir / f"{ROUTER}.log"
             assert (group.epoch, [records(log, event) for event in events]) == (1, [[], []])
         else:
-            await cut_off(hosts, client)
+            await cut_off(hosts, client, comes_back=kind == "cut")
 
 
-async def cut_off(hosts: Hosts, client: Client) -> None:
+async def cut_off(hosts: Hosts, client: Client, *, comes_back: bool) -> None:
     """Cuts an executor off while streams run, and checks that it was noticed and they are whole."""
     undisturbed: list[list[int]] = [[] for _ in range(NUM_STREAMS)]
     await read_streams(client, undisturbed)
@@ -114,17 +124,20 @@ async def cut_off(hosts: Hosts, client: Client) -> None:
         await asyncio.sleep(0.01)
     hosts.set_link(EXECUTORS[1], "down")
     assert sum(map(len, tokens)) < NUM_STREAMS * NUM_TOKENS
-    await asyncio.sleep(CUT_S)
+    if comes_back:
+        await asyncio.sleep(CUT_S)
+        async with asyncio.timeout(120):
+            await group_with_problem(client, hosts.address(EXECUTORS[1]))
+        hosts.set_link(EXECUTORS[1], "up")
+        plugged_in = time.monotonic()
+        await wait_until_ready(client)
+        print(f"ready {time.monotonic() - plugged_in:.1f} s after it was plugged in again")
     async with asyncio.timeout(120):
-        await group_with_problem(client, hosts.address(EXECUTORS[1]))
-    hosts.set_link(EXECUTORS[1], "up")
-    plugged_in = time.monotonic()
-    await wait_until_ready(client)
-    print(f"ready {time.monotonic() - plugged_in:.1f} s after it was plugged in again")
-    await reading
+        await reading
     assert tokens == undisturbed
     group = await idle_group(client)
     assert group.epoch > epoch
+    assert len(group.ranks) == (len(EXECUTORS) if comes_back else 1)
     assert group.num_waiting == sum(rank.num_used_blocks for rank in group.ranks) == 0
 
 
