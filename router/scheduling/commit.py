@@ -140,6 +140,9 @@ def apply_stop_conditions(table: SequenceTable, row: int, num_new: int) -> int:
     """
     sequence, end = table.bound(row), int(table.num_tokens[row])
     tokens = table.tokens.newest_of(row, num_new)
+    if num_new == 1:
+        sequence.end_at(tokens, end)
+        return 0
     for place, length in enumerate(range(end - num_new + 1, end + 1)):
         table.num_tokens[row] = length
         if sequence.end_at(tokens[place : place + 1], length):

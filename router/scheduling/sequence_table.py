@@ -36,6 +36,7 @@ from router.scheduling.step import window_reach
 Column = TypeVar("Column", Mask, Int32Array)
 
 NUM_STOP_IDS = 4  # a sequence with more stop tokens has them looked at one by one
+NO_STOP_IDS = (-1,) * NUM_STOP_IDS
 
 
 class RowStatus:
@@ -241,8 +242,8 @@ class SequenceTable:
         self.num_prompt[row] = sequence.num_prompt_tokens
         num_computed = cached.num_tokens(self.block_size)
         self.num_computed[row] = num_computed
-        self.max_len[row] = sequence.max_len
-        self.max_computed[row] = self.max_len[row] - 1
+        self.max_len[row] = max_len = sequence.max_len
+        self.max_computed[row] = max_len - 1
         self.num_constrained += bool(request.grammar)
         self.min_len[row] = sequence.min_len
         self.num_blocks[row] = num_cached
@@ -250,10 +251,9 @@ class SequenceTable:
         self.num_sent_blocks[row] = 0
         self.num_taken[row] = sequence.num_taken
         has_many_stop_ids = len(stop.stop_token_ids) > NUM_STOP_IDS
-        self.stop_ids[:, row] = -1
-        if not has_many_stop_ids:
-            self.num_stop_ids = max(self.num_stop_ids, len(stop.stop_token_ids))
-            self.stop_ids[: len(stop.stop_token_ids), row] = stop.stop_token_ids
+        stop_ids = () if has_many_stop_ids else stop.stop_token_ids
+        self.num_stop_ids = max(self.num_stop_ids, len(stop_ids))
+        self.stop_ids[:, row] = (*stop_ids, *NO_STOP_IDS[len(stop_ids) :])
         self.scores_output[row] = request.output.logprobs
         self.takes_drafts[row] = not (request.output.logprobs or request.sampling.sees_output)
         self.num_drafts[row] = sequence.progress.num_drafts
@@ -264,7 +264,8 @@ class SequenceTable:
         self.listener[row] = request.listener.index
         self.columnar_listener[row] = request.listener.index if request.is_columnar else NO_LISTENER
         self.tag[row] = request.tag
-        self.block_table[row, :num_cached] = cached.blocks
+        if num_cached:
+            self.block_table[row, :num_cached] = cached.blocks
         if self.has_windows:
             self.window_block_table[row, :num_past] = 0
             self.window_block_table[row, num_past:num_cached] = cached.window_blocks

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from router.requests.request import Int32Array
+from router.requests.request import Int32Array, Sequence
 from router.scheduling.columns import Mask, Rows, RowSet, offsets, spread
 from router.scheduling.sequence_table import RowStatus, SequenceTable
 from router.scheduling.step import (
@@ -109,8 +109,7 @@ class StepBuilder:
         counts = Counts(num_rows, num_tokens, num_tokens, num_rows, num_rows)
         if has_extend:
             counts = Counts(*map(list[int], counts))
-            batches = self._take_chunks(chunks)
-            sampled_rows = self._add_chunks(counts, decodes, batches)
+            batches, sampled_rows = self._take_chunks(chunks, decodes, counts)
             runs[[chunk.row for chunk in chain.from_iterable(chunks)]] = True
         if table.num_scored:
             scorings = self._scorings(columns, batches)
@@ -195,16 +194,23 @@ class StepBuilder:
 
     # ---- prompts
 
-    def _take_chunks(self, chunks: SequenceOf[SequenceOf[Chunk]]) -> dict[int, RankBatch]:
-        """Returns the chunks of each rank that has some. The last one of a prompt makes its row DECODE.
+    def _take_chunks(
+        self, chunks: SequenceOf[SequenceOf[Chunk]], decodes: RowSet, counts: Counts
+    ) -> tuple[dict[int, RankBatch], Rows]:
+        """Returns the chunks of each rank that has some, and all rows that sample, ranks in order.
 
-        They are columns of all ranks at once, which are then cut.
+        The last chunk of a prompt makes its row DECODE. They are columns of all ranks at once, which are
+        then cut.
+
+        Args:
+            decodes: Rows that sample before them.
+            counts: Of these; the chunks are added.
         """
         table = self._table
         rows = np.array([chunk.row for rank in chunks for chunk in rank])
-        counts = np.array([chunk.num_tokens for rank in chunks for chunk in rank], dtype=np.int32)
+        num_tokens = np.array([c.num_tokens for rank in chunks for c in rank], dtype=np.int32)
         starts, is_first = table.num_computed.take(rows), table.num_sent_blocks.take(rows) == 0
-        ends = starts + counts
+        ends = starts + num_tokens
         num_new, block_ids, window_ids = self._take_new_blocks(rows)
         ends_prompt = ends == table.num_extend.take(rows)
         table.num_computed[rows] = ends
@@ -212,17 +218,14 @@ class StepBuilder:
         sequences = [table.bound(row) for row in rows.tolist()]
         spans = list(zip(sequences, starts.tolist(), ends.tolist(), strict=True))
         token_ids = np.concatenate([each.tokens[start:end] for each, start, end in spans])
-        scored_ids = [NOTHING] * len(rows)
-        for i in np.flatnonzero(table.scores_prompt.take(rows)).tolist():
-            sequence, start, end = spans[i]
-            last = min(end + 1, sequence.num_prompt_tokens)
-            scored_ids[i] = sequence.tokens[start + 1 : last]
+        scored_ids = self._scored_ids(rows, spans)
         cuts = list(accumulate(map(len, chunks), initial=0))
         local_rows, samples = (
             (rows % table.rows_per_rank).astype(np.int32),
             ends_prompt.view(np.uint8),
         )
-        token_cuts, block_cuts = offsets(counts, cuts), offsets(num_new, cuts)
+        token_cuts, block_cuts = offsets(num_tokens, cuts), offsets(num_new, cuts)
+        sampled_cuts = offsets(ends_prompt, cuts)
         batches = {}
         for rank, (first, last) in enumerate(pairwise(cuts)):
             if first == last:
@@ -235,7 +238,7 @@ class StepBuilder:
                 local_rows[part],
                 starts[part],
                 token_ids[token_cuts[rank] : token_cuts[rank + 1]],
-                counts[part],
+                num_tokens[part],
                 num_new[part],
                 block_ids[blocks],
                 None if window_ids is None else window_ids[blocks],
@@ -248,28 +251,24 @@ class StepBuilder:
                     if is_first[i]
                 ],
             )
-        return batches
+            tokens = token_cuts[rank + 1] - token_cuts[rank]
+            sampled = sampled_cuts[rank + 1] - sampled_cuts[rank]
+            counts.sequences[rank] += last - first
+            counts.tokens[rank] += tokens
+            counts.logits[rank] += sampled + sum(map(len, scored))
+            counts.draft_rows[rank] += tokens + sampled
+            counts.sampled[rank] += sampled
+        sampled_rows = rows[ends_prompt]
+        places = np.array(decodes.cuts).take(sampled_rows // table.rows_per_rank + 1)
+        return batches, np.insert(decodes.rows, places, sampled_rows)
 
-    def _add_chunks(
-        self, counts: Counts, decodes: RowSet, batches: Mapping[int, RankBatch]
-    ) -> Rows:
-        """Counts chunks of prompts beside the decodes. Returns all rows that sample, ranks in order."""
-        sampled, places = [], list[int]()
-        for rank, batch in batches.items():
-            assert batch.samples is not None
-            assert batch.token_ids is not None
-            rows = batch.rows[batch.samples != 0] + self._table.first_rows[rank]
-            num_sampled, num_tokens = len(rows), len(batch.token_ids)
-            counts.sequences[rank] += len(batch.rows)
-            counts.tokens[rank] += num_tokens
-            counts.logits[rank] += num_sampled
-            if batch.scored_ids is not None:
-                counts.logits[rank] += len(batch.scored_ids)
-            counts.draft_rows[rank] += num_tokens + num_sampled
-            counts.sampled[rank] += num_sampled
-            sampled.append(rows)
-            places += [decodes.cuts[rank + 1]] * num_sampled
-        return np.insert(decodes.rows, places, np.concatenate(sampled))
+    def _scored_ids(self, rows: Rows, spans: list[tuple[Sequence, int, int]]) -> list[Int32Array]:
+        """Returns the prompt tokens that each chunk, from its start to before its end, scores."""
+        scored_ids = [NOTHING] * len(rows)
+        for i in np.flatnonzero(self._table.scores_prompt.take(rows)).tolist():
+            sequence, start, end = spans[i]
+            scored_ids[i] = sequence.tokens[start + 1 : min(end + 1, sequence.num_prompt_tokens)]
+        return scored_ids
 
     def _scorings(
         self, decodes: DecodeColumns, chunks: Mapping[int, RankBatch]

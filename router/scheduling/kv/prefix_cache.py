@@ -165,6 +165,7 @@ class PrefixCache:
         self._block_of: dict[BlockHash, int] = {}
         self.log = BlockLog(self._block_of, num_blocks) if is_logged else None
         self._hash_of = np.full(num_blocks, b"", dtype=object)  # b"": the block has no name
+        self._is_named = np.zeros(num_blocks, dtype=np.bool_)
         self._tails = Tails(num_blocks)
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
@@ -272,6 +273,7 @@ class PrefixCache:
             self.pool.discard(block_ids[~np.array(is_owner)])
             hashes, ids = list(compress(hashes, is_owner)), list(compress(ids, is_owner))
         self._hash_of[ids] = hashes
+        self._is_named[ids] = True
         return is_owner
 
     def add_part(self, prefix: CachedPrefix, name: bytes, num_tokens: int) -> CachedPrefix:
@@ -311,8 +313,10 @@ class PrefixCache:
     def _forget(self, block_ids: BlockIds) -> None:
         if len(self._tails):
             self._tails.forget(block_ids)
-        names = list(filter(None, self._hash_of[block_ids].tolist()))
+        block_ids = block_ids[self._is_named.take(block_ids)]
+        names = self._hash_of.take(block_ids).tolist()
         self._hash_of[block_ids] = b""
+        self._is_named[block_ids] = False
         for name in names:
             del self._block_of[name]
         if self.log is not None:

@@ -117,6 +117,10 @@ class Tails:
 
     def _sweep(self) -> None:
         """Drops the tails of which nothing is there."""
-        for key in [key for key in self.by_key if self.get(key) is None]:
-            del self.by_key[key]
+        number_of = self._number_of
+        self.by_key = {
+            key: (number, tail)
+            for key, (number, tail) in self.by_key.items()
+            if number_of[tail.block_ids[0]] == number
+        }
         self._num_held = sum(len(tail.block_ids) for _, tail in self.by_key.values())

@@ -159,9 +159,9 @@ class RankLoads:
         self._promise(rank, prompt, num_held)
         pool, table = self._pools[rank], self._table
         num_kept = self._num_promised_blocks[rank] + table.num_bound(rank) * table.num_lists
-        num_available, num_left = pool.num_available, self._num_left[rank]
+        num_available, num_left = pool.num_available, int(self._num_left[rank])
         num_used = pool.num_blocks - 1 - num_available
-        work = self._work[rank] = self._num_decodes[rank] + self._kv_work * num_used
+        work = self._work[rank] = int(self._num_decodes[rank]) + self._kv_work * num_used
         self._costs[rank] = work + num_left if num_left < self._limits[rank] else math.inf
         self._room[rank] = num_available - num_kept if table.has_free_row(rank) else 0
 
