@@ -1,12 +1,13 @@
 """Planner of a step's prompts: its budget, which of them run, and their chunks.
 
-Moves 2 to 7 of a step (`Scheduler`). Prompts that are held are laid out once: until something else
-changes, a step only looks at the clock.
+Moves 2 to 7 of a step (`Scheduler`). Prompts that are held are laid out once: until another comes or a
+decode ends, a step only decides again whether they run.
 """
 
 import math
 from collections.abc import Callable
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,8 +34,25 @@ from router.scheduling.step_budget import (
 )
 from router.scheduling.step_builder import Chunk, StepBuilder
 
-# Budget, prompts, tokens of each rank, when the oldest was bound, rows, and decodes of each rank.
-_Held = tuple[Budget, list[list[Prompt]], list[int], float, list[int], list[int]]
+
+class _Layout(NamedTuple):
+    """What a step could run of prompts.
+
+    Attributes:
+        rows: Of the prompts, ascending.
+        num_decodes: [dp_size] beside them.
+        budget: Of the step.
+        prompts: [dp_size] each rank's, in order.
+        counts: [dp_size] tokens of these.
+        oldest: When the first of them was bound.
+    """
+
+    rows: list[int]
+    num_decodes: list[int]
+    budget: Budget
+    prompts: list[list[Prompt]]
+    counts: list[int]
+    oldest: float
 
 
 class PromptPlanner:
@@ -80,7 +98,7 @@ class PromptPlanner:
         self._measures = measures
         self._clock = clock
         self._hold = Hold(settings, clock())
-        self._held: _Held | None = None  # what the last step did not run
+        self._held: _Layout | None = None  # what the last step did not run
 
     def take(self, runs: Mask) -> tuple[Int32Array | None, list[list[Chunk]]]:
         """Binds waiting sequences, and takes prompts into the step unless it is the drafts' turn.
@@ -98,8 +116,9 @@ class PromptPlanner:
             return None, []
         decodes = table.row_set(runs)
         num_decodes = decodes.num_rows
-        if self._still_holds(rows, num_decodes):
-            return None, []
+        if (held := self._take_held(rows, num_decodes)) is not None:
+            counts = self._decide(held, num_stuck=0)
+            return None, self._take_chunks(held.prompts, counts, runs, num_decodes)
         order, chunk = self._order, self._shape.max_num_batched_tokens
         order.learn()
         self._waiting.order_by_length(order.seconds_behind(1))
@@ -117,35 +136,26 @@ class PromptPlanner:
             if limits is not None:
                 return limits, []
         counts = self._fill(prompts, num_decodes, budget, num_stuck)
-        if not any(counts):
-            return None, []
-        chunks = self._take_chunks(prompts, num_decodes, counts)
-        runs &= table.status == RowStatus.DECODE
-        return None, chunks
+        return None, self._take_chunks(prompts, counts, runs, num_decodes)
 
-    def _still_holds(self, rows: list[int], num_decodes: list[int]) -> bool:
-        """Whether the prompts that the last step held are all that there is, and are held again.
+    def _take_held(self, rows: list[int], num_decodes: list[int]) -> _Layout | None:
+        """Returns what the last step held, if it is all that there is; then only time has passed.
 
-        Prices and KV are those of that step: only time has passed.
+        Prices, KV and turns are those of that step.
         """
         held, self._held = self._held, None
         if held is None or len(self._waiting) or self._drafting is not None:
-            return False
-        budget, prompts, counts, oldest, *known = held
-        if known != [rows, num_decodes]:
-            return False
-        now = self._clock()
-        why = self._hold.decide(budget, prompts, counts, now, oldest=oldest, num_stuck=0)
-        if why is Why.HELD:
-            self._measures.decisions[why] += 1
-            self._held = held
-        return why is Why.HELD
+            return None
+        return held if (held.rows, held.num_decodes) == (rows, num_decodes) else None
 
     def _open_budget(self, decodes: RowSet, prompts: list[list[Prompt]]) -> Budget:
         """Returns the time of this step."""
-        bound = [(self._table.bound(p.row), p.left) for p in chain.from_iterable(prompts)]
-        first = self._waiting.peek()
-        if (first and first.is_interrupted) or any(each.is_interrupted for each, _ in bound):
+        table, first = self._table, self._waiting.peek()
+        bound = [(table.bound(p.row), p.left) for p in chain.from_iterable(prompts)]
+        has_output = (table.status == RowStatus.EXTEND) & (table.num_extend > table.num_prompt)
+        if (first and first.is_interrupted) or (
+            np.count_nonzero(has_output) and any(each.is_interrupted for each, _ in bound)
+        ):
             backlog = math.inf  # their callers wait for the next token
         else:
             most = drained_tokens(self._settings, self._order.prices) * self._shape.dp_size
@@ -177,28 +187,44 @@ class PromptPlanner:
             floor += max(num_decodes)  # the setting is of prompts, a level of all tokens
             level = fill_level(num_decodes, left, max_tokens=most, floor=floor)
             return [level - num for num in num_decodes]
-        counts, now = fill(budget, prompts, floor), self._clock()
+        counts = fill(budget, prompts, floor)
         if not any(counts):
             return counts
-        bound = [self._table.bound(prompt.row) for prompt in chain.from_iterable(prompts)]
+        rows = sorted(prompt.row for prompt in chain.from_iterable(prompts))
+        bound = list(map(self._table.bound, rows))
         starts = [sequence.progress.start_time for sequence in bound]
         oldest = min(start for start in starts if start is not None)
         if self._line.are_many:  # a flood's many are no reason to hold another's prompt
             num_stuck = min(num_stuck, *(sequence.flow.num_waiting for sequence in bound))
+        layout = _Layout(rows, num_decodes, budget, prompts, counts, oldest)
+        return self._decide(layout, num_stuck)
+
+    def _decide(self, layout: _Layout, num_stuck: int) -> list[int]:
+        """Returns how many prompt tokens each rank runs of those laid out; none if they are held."""
+        _, _, budget, prompts, counts, oldest = layout
+        now = self._clock()
         why = self._hold.decide(budget, prompts, counts, now, oldest=oldest, num_stuck=num_stuck)
         self._measures.decisions[why] += 1
         if why is Why.HELD:
-            rows = sorted(prompt.row for prompt in chain.from_iterable(prompts))
-            self._held = budget, prompts, counts, oldest, rows, num_decodes
+            self._held = layout
             return [0] * len(counts)
         counts = self._hold.trim(budget, prompts, counts, num_stuck=num_stuck)
         self._hold.note(counts, now)
         return counts
 
     def _take_chunks(
-        self, prompts: list[list[Prompt]], num_decodes: list[int], counts: list[int]
+        self,
+        prompts: list[list[Prompt]],
+        counts: list[int],
+        runs: Mask,
+        num_decodes: list[int],
     ) -> list[list[Chunk]]:
-        """Returns each rank's chunks of prompts, each with blocks, up to so many tokens."""
+        """Returns each rank's chunks of prompts, each with blocks, up to so many tokens.
+
+        Rows that are preempted for them leave `runs`.
+        """
+        if not any(counts):
+            return []
         chunks = self._cut(prompts, num_decodes, counts, lambda _rank, _row, count: count)
         taken = list(chain.from_iterable(chunks))
         rows = np.array([chunk.row for chunk in taken], dtype=np.int64)
@@ -207,6 +233,7 @@ class PromptPlanner:
             return chunks
         status = self._table.status
         chunks = self._cut(prompts, num_decodes, counts, self._blocks.give)
+        runs &= status == RowStatus.DECODE
         return [[c for c in rank if status[c.row] == RowStatus.EXTEND] for rank in chunks]
 
     def _cut(

@@ -610,7 +610,7 @@ def test_a_prompt_is_held_for_as_long_as_if_every_step_laid_it_out_anew(
 ) -> None:
     """It is due after 3 ms, or has cost enough by waiting, the sooner as another comes to wait."""
     kept = _steps_of_held_prompts(first_token_ms)
-    monkeypatch.setattr(PromptPlanner, "_still_holds", lambda *_: False)
+    monkeypatch.setattr(PromptPlanner, "_take_held", lambda *_: None)
     assert kept == _steps_of_held_prompts(first_token_ms)
     assert kept.index(True) >= 2
 
