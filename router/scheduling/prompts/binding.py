@@ -162,9 +162,8 @@ class Binder:
         found, home, _ = self._lookup.find(sequence)
         if only_home and home is None:
             return False
-        goes_on = sequence.num_output_tokens > 0
-        turn = self._order.turn(sequence)
-        rank = loads.pick(turn, num_tokens, found, goes_on=goes_on, home=home)
+        turn, is_interrupted = self._order.turn(sequence), sequence.is_interrupted
+        rank = loads.pick(turn, num_tokens, found, is_interrupted=is_interrupted, home=home)
         if rank is None or (only_home and rank != home):
             return False
         cached = found.get(rank, NO_PREFIX)

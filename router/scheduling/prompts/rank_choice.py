@@ -18,6 +18,7 @@ Float64Array = npt.NDArray[np.float64]
 
 KV_STEPS = 20  # in which a rank's KV, once more, costs it and its neighbours the reading
 MAX_KV_WORK = 0.5  # of a token's: at 1, a prefix that others still use would be computed elsewhere
+INTERRUPTED = 8  # times what tokens weigh that an interrupted answer waits for: others do, too
 BEHIND = 0.25  # what a token of a prompt that runs later weighs against one that runs before
 
 
@@ -97,7 +98,7 @@ class RankLoads:
         num_tokens: int,
         found: Mapping[int, CachedPrefix],
         *,
-        goes_on: bool = False,
+        is_interrupted: bool = False,
         home: int | None = None,
     ) -> int | None:
         """Picks the rank on which a sequence has its first token soonest.
@@ -106,8 +107,8 @@ class RankLoads:
             turn: Its place in the line.
             num_tokens: Known tokens of the sequence.
             found: Its prefix in the caches of the ranks that have any of it.
-            goes_on: Whether it has output: after a loss many do at once, and what one computes again
-                holds up all the others, so it counts twice.
+            is_interrupted: Whether its caller waits for it to go on: after a loss many do at once, and
+                until the last one does, what ranks run weighs more than the KV that they read later.
             home: The rank that has its KV since before a loss: it goes on there if there is place, and
                 what little it has to run takes nobody's time.
 
@@ -115,18 +116,19 @@ class RankLoads:
             The rank; None if there is none that has a row, place in its pool, and time to run
             something of the sequence in this step.
         """
-        block_size, costs = self._shape.block_size, self._costs
+        block_size, costs, weight = self._shape.block_size, self._costs, 1
         self.is_stuck, has_room = False, self._room >= self._num_missing(num_tokens, 0)
-        if turn < self._last_turn:
+        if is_interrupted or turn < self._last_turn:
+            weight = INTERRUPTED if is_interrupted else 1
             behind = self._num_left_behind(turn)
             before = self._num_left - behind
             work = self._work + BEHIND * behind
-            costs = np.where(before < self._limits, work + before, math.inf)
+            costs = np.where(before < self._limits, work + weight * before, math.inf)
         if found:
             costs = costs.copy()
             for rank, prefix in found.items():
                 has_room[rank] = self._num_taken(rank, num_tokens, prefix) <= self._room[rank]
-                costs[rank] -= (1 + goes_on) * len(prefix.blocks) * block_size
+                costs[rank] -= weight * len(prefix.blocks) * block_size
         if home is not None and has_room[home]:
             return home
         costs = np.where(has_room, costs, math.inf)

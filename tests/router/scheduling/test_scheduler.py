@@ -15,7 +15,7 @@ from router.scheduling.prompts.planner import PromptPlanner
 from router.scheduling.prompts.rank_choice import RankLoads, fill_level
 from router.scheduling.sequence_table import RowStatus
 from router.scheduling.step import PaddingMode, RowFailure, sequence_capacity
-from router.scheduling.step_budget import Prices, Why
+from router.scheduling.step_budget import Prices, Prompt, Why
 from tests.router.support.block_checks import kept_blocks
 from tests.router.support.fake_rank import EOS, expected_output
 from tests.router.support.stepper import (
@@ -590,18 +590,25 @@ def test_a_cached_prefix_that_others_use_is_not_computed_on_another_rank(token_s
     assert loads.pick((0.0, 0.0, 0, 0), 30, {}) == 1
 
 
-def test_what_a_sequence_with_output_has_cached_counts_twice() -> None:
-    loads = _loads(10, Prices(1e-2, 0.0, 1e-5, 0.0, 1e-6, 0.0))
+def test_what_an_interrupted_answer_has_cached_or_waits_for_weighs_more_than_the_kv_of_others() -> (
+    None
+):
+    loads, turn = _loads(10, Prices(1e-2, 0.0, 1e-5, 0.0, 1e-6, 0.0)), (0.0, 0.0, 0, 0)
     cached = {0: CachedPrefix(np.arange(1, 5, dtype=np.int32), NO_BLOCKS)}
-    assert loads.pick((0.0, 0.0, 0, 0), 30, cached) == 1
-    assert loads.pick((0.0, 0.0, 0, 0), 30, cached, goes_on=True) == 0
+    assert loads.pick(turn, 30, cached) == 1
+    assert loads.pick(turn, 30, cached, is_interrupted=True) == 0
+    assert loads.pick(turn, 30, {}, is_interrupted=True) == 1
+    loads.add(1, Prompt(turn, 12, 0, 8), 0)
+    behind = (1.0, 0.0, 0, 0)
+    assert loads.pick(behind, 30, {}) == 1
+    assert loads.pick(behind, 30, {}, is_interrupted=True) == 0
 
 
 def test_a_sequence_goes_on_where_its_kv_is_whatever_else_that_rank_has_to_do() -> None:
     loads = _loads(30, Prices(1e-2, 0.0, 1e-5, 0.0, 1e-6, 0.0))
     cached = {0: CachedPrefix(np.arange(1, 5, dtype=np.int32), NO_BLOCKS)}
-    assert loads.pick((0.0, 0.0, 0, 0), 30, cached, goes_on=True) == 1
-    assert loads.pick((0.0, 0.0, 0, 0), 30, cached, goes_on=True, home=0) == 0
+    assert loads.pick((0.0, 0.0, 0, 0), 30, cached) == 1
+    assert loads.pick((0.0, 0.0, 0, 0), 30, cached, home=0) == 0
 
 
 @pytest.mark.parametrize("first_token_ms", [3.0, 1000.0])
