@@ -61,6 +61,7 @@ from router.executors.elastic import (
 )
 from router.executors.formation import Member, check_group, describe_group
 from router.executors.places import (
+    as_formed,
     candidate_of,
     is_elastic,
     placed,
@@ -151,6 +152,9 @@ class ExecutorGroup:
         self._has_scored = False  # in this epoch, which makes answers long
         self._instances: dict[Hashable, str] = {}  # by coordinates; by address where these change
         self._kv_ids: dict[str, str] = {}  # by address, of the last epoch that was formed
+        self._known: dict[
+            str, Member
+        ] = {}  # its members, by address: who need not describe themselves
         self._left_out: dict[str, tuple[str, str]] = {}  # by address: instance, and what it said
         self._streams: list[StepStream] = []
         self._driven: Collection[str] = ()  # addresses of those that they are to
@@ -199,8 +203,10 @@ class ExecutorGroup:
             if not forming.done():  # an executor has fallen silent
                 self._loss.result()
             return forming.result()
-        except GroupHeld:
-            self.is_driver = False
+        except BaseException as error:
+            self._known.clear()
+            if isinstance(error, GroupHeld):
+                self.is_driver = False
             raise
         finally:
             forming.cancel()
@@ -253,6 +259,9 @@ class ExecutorGroup:
         await all_of([self._bring_up(member) for member in members])
         self._kv_ids = await self._join(members)
         self._members = members
+        self._known = {
+            member.address: as_formed(member, self._epoch, self._router_id) for member in members
+        }
         self._num_peers = len(members) // info.shape.dp_size
         self._vocab_size = info.model.vocab_size
         speculation = info.shape.speculation
@@ -497,6 +506,7 @@ class ExecutorGroup:
             error: Why it ended, as far as that is known.
         """
         self._end_streams()  # or the others would wait in a collective for the one that left
+        self._known.pop(member.address, None)
         if isinstance(error, GroupHeld):
             self.is_driver = False
         if isinstance(error, ExecutorLied):
@@ -519,6 +529,7 @@ class ExecutorGroup:
                     _lose(loss, ExecutorLeft(f"{member}: {reason}: {answer.details()}"))
                 elif answer is not None and answer.code() in SILENT_CODES:
                     gone.append(f"{member}: {reason or answer.code().name}")
+                    self._known.pop(member.address, None)
             if gone:
                 error = ExecutorGone("; ".join([*gone, str(error)]))
         finally:
@@ -581,6 +592,9 @@ class ExecutorGroup:
         return [spare for spare in spares if not self._is_held(spare)]
 
     async def _describe(self, address: str, timeout_s: float = DESCRIBE_TIMEOUT_S) -> Member:
+        known = self._known.pop(address, None)  # if no group forms so, it is asked
+        if known is not None and self._is_as_known(known):
+            return known
         timeout_s = min(timeout_s, self._settings.form_timeout_s)
         if self._suspicion.state(address) is MemberState.SILENT:
             timeout_s = min(SILENT_TIMEOUT_S, timeout_s)
@@ -596,6 +610,17 @@ class ExecutorGroup:
         if problem := problem_of(member.description):
             raise self._leave_out(member, f"described itself with {problem}")
         return member
+
+    def _is_as_known(self, member: Member) -> bool:
+        """Whether beats say that a member of the last epoch is there, and this router's still."""
+        address, last = member.address, self._suspicion.last_beat(member.address)
+        return (
+            self._suspicion.state(address) is MemberState.ATTENTIVE
+            and last is not None
+            and last[1].instance_id == _instance_of(member)
+            and address not in self._attendance.held
+            and address not in self._left_out
+        )
 
     def _leave_out(self, member: Member, problem: str) -> ExecutorLied:
         """Returns the error of a member that said what cannot be: no group forms until it restarts."""
@@ -682,7 +707,7 @@ class ExecutorGroup:
         return (await answer_of(call, f"Prepare of {first}")).store_address
 
     async def _join(self, members: Sequence[Member]) -> dict[str, str]:
-        """Joins all members. Returns by address which KV each has."""
+        """Joins all members. Returns by address which KV each has, as their descriptions say from then on."""
         secret = secrets.token_bytes(SECRET_BYTES)  # kept by nobody once the group has formed
         first = members[0].description
         address = first.store_address
@@ -717,6 +742,7 @@ class ExecutorGroup:
                 raise ExecutorLost(f"{member} was restarted while the group formed")
             if answer.places_crc32 != places_crc32_of(member):
                 raise self._leave_out(member, "has experts in other places than its group")
+            member.description.kv_id = answer.kv_id
         return {
             member.address: _kv_of(answer) for member, answer in zip(members, joined, strict=True)
         }

@@ -86,3 +86,18 @@ def placed(formation: Formation, members: Sequence[Member]) -> list[Member]:
         description.coordinates.CopyFrom(placement.coordinates)
         result.append(Member(candidate.address, description, placement))
     return result
+
+
+def as_formed(member: Member, epoch: int, router_id: bytes) -> Member:
+    """Returns how a member of an epoch that this router has formed would describe itself."""
+    description = pb.DescribeResponse()
+    description.CopyFrom(member.description)
+    description.epoch = epoch
+    description.driver.CopyFrom(pb.Driver(router_id=router_id))
+    if member.placement is not None:
+        num_slots = member.placement.expert_slots
+        slots = np.frombuffer(member.placement.expert_of_slot, "<i4").reshape(-1, num_slots)
+        held = np.frombuffer(description.resident_experts, "<i4").copy()
+        held[:num_slots] = slots[member.placement.coordinates.ep_rank]
+        description.resident_experts = held.tobytes()
+    return Member(member.address, description)

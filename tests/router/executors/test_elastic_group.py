@@ -7,6 +7,7 @@ from dataclasses import replace
 import grpc
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from protos.executor.v1 import executor_pb2 as executor_pb
 from protos.serving.v1 import serving_pb2 as pb
@@ -82,6 +83,28 @@ async def test_a_spare_takes_the_place_of_a_lost_executor_and_who_stays_keeps_it
         assert experts_of(world.at(second)) == [4, 5, 6, 7]
         assert await run_step(world.group, 2) == [[0], [10]]
         assert changes_of(world) == {"first": 1, "replace": 1}
+
+
+async def test_members_that_stay_and_beat_are_not_asked_what_they_have_loaded() -> None:
+    async with ElasticPeers(Strength(2, 1), EAGER) as world:
+        first, second, third = [await world.start() for _ in range(3)]
+        await world.group.form()
+        attentive = pb.MEMBER_STATE_ATTENTIVE
+        await until(lambda: all(each.state == attentive for each in world.group.members()))
+
+        async def fail() -> None:
+            raise AssertionError("it was asked")
+
+        world.at(second).on_describe = fail
+        await world.stop(first)
+        with pytest.raises(ExecutorLost):
+            await world.group.lost()
+        with capture_logs() as logs:
+            assert (await world.group.form()).addresses == (second, third)
+        [placed] = [record for record in logs if record["event"] == "group_placed"]
+        assert placed["loads"][0] == 0
+        assert sorted(experts_of(world.at(second)) + experts_of(world.at(third))) == [*range(8)]
+        assert await run_step(world.group, 2) == [[0], [10]]
 
 
 async def test_without_a_spare_the_others_go_on_down_to_the_least() -> None:
@@ -222,6 +245,8 @@ async def test_an_executor_with_a_place_of_its_own_stops_no_others() -> None:
         assert info.addresses == (second, third)
         await until(lambda: spares_of(world) == {first: pb.SPARE_STATE_UNFIT})
         await world.stop(third)
+        with pytest.raises(ExecutorLost):
+            await world.group.lost()
         assert (await world.group.form()).addresses == (second,)
         assert not world.group.may_try_suspects(), "it has none to spare"
 

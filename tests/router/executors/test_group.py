@@ -1,6 +1,7 @@
 """If attention-TP peers get unlike steps, or a lost one goes unnoticed, a whole group hangs."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -9,14 +10,16 @@ from structlog.testing import capture_logs
 
 from deploy.local.ports import held_port
 from protos.executor.v1 import executor_pb2 as pb
+from protos.serving.v1 import serving_pb2 as serving_pb
 from protos.transport.errors import RpcError
 from router.errors import ExecutorLeft, ExecutorLied, ExecutorLost, ReasonUnknown
 from router.executors import group as executor_client
-from router.executors.group import GroupSettings
+from router.executors.group import ExecutorGroup, GroupSettings
 from router.executors.step_stream import MIN_STEPS
 from tests.router.support.fake_engines import listening
 from tests.router.support.peers import (
     FORM_TIMEOUT_S,
+    WATCHFUL,
     Gone,
     JoinFailed,
     Peer,
@@ -420,6 +423,70 @@ async def test_an_executor_that_restarts_while_the_group_forms_is_not_taken_for_
         with pytest.raises(ExecutorLost, match=r"dp_rank 1.*was restarted while the group formed"):
             await group.form()
         await group.form()
+
+
+def count_described(peers: Peers) -> Counter[tuple[int, int]]:
+    """Counts, from now on, how often each peer is asked to describe itself."""
+    counts = Counter[tuple[int, int]]()
+    for place, peer in peers.items():
+
+        async def count(place: tuple[int, int] = place) -> None:
+            counts[place] += 1
+
+        peer.on_describe = count
+    return counts
+
+
+async def formed_twice(group: ExecutorGroup, peers: Peers) -> Counter[tuple[int, int]]:
+    """Forms a group twice, with beats between. Returns who had to describe itself the second time."""
+    await group.form()
+    attentive = serving_pb.MEMBER_STATE_ATTENTIVE
+    await until(lambda: all(member.state == attentive for member in group.members()))
+    counts = count_described(peers)
+    await group.form()
+    return counts
+
+
+def beating(group: ExecutorGroup, number: int) -> str:
+    """Returns which process a member's beats are of."""
+    last = group._suspicion.last_beat(group.members()[number].address)
+    return last[1].instance_id if last else ""
+
+
+async def test_members_that_beat_need_not_describe_themselves_for_the_next_epoch() -> None:
+    async with run_group(2, settings=WATCHFUL) as (group, peers):
+        assert await formed_twice(group, peers) == {}
+        assert [peer.joined for peer in peers.values()] == [[1, 2]] * 2
+        assert await run_step(group, 2) == [[0], [10]]
+
+
+async def test_a_member_that_was_started_again_is_asked_as_soon_as_it_beats_or_joins() -> None:
+    async with run_group(2, settings=WATCHFUL) as (group, peers):
+        await formed_twice(group, peers)
+        peers[1, 0].may_beat.clear()
+        peers[1, 0].instance_id = "second"
+        with pytest.raises(ExecutorLost, match="was restarted while the group formed"):
+            await group.form()
+        counts = count_described(peers)
+        await group.form()
+        assert counts == {(0, 0): 1, (1, 0): 1}
+        peers[1, 0].may_beat.set()
+        peers[1, 0].instance_id = "third"
+        await until(lambda: beating(group, 1) == "third")
+        counts.clear()
+        await group.form()
+        assert counts == {(1, 0): 1}
+
+
+async def test_members_that_another_router_took_meanwhile_are_asked_after_one_attempt() -> None:
+    async with run_group(2, settings=WATCHFUL) as (group, peers):
+        await formed_twice(group, peers)
+        for peer in peers.values():
+            peer.newest = 9
+        with pytest.raises(ExecutorLost, match="STALE_EPOCH"):
+            await group.form()
+        await group.form()
+        assert [peer.joined[-1] for peer in peers.values()] == [10, 10]
 
 
 @pytest.mark.parametrize("failure", [JoinFailed("graphs were not captured"), Gone("no connection")])

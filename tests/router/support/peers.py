@@ -266,16 +266,18 @@ class Peer:
                 await context.write(message)
 
     async def attend(self, requests: AsyncIterator[pb.AttendRequest], context: Any) -> None:
-        reading = asyncio.create_task(self._read_beats(requests))
+        told: list[pb.AttendRequest] = []  # by this router
+        reading = asyncio.create_task(self._read_beats(requests, told))
         try:
             while True:
                 await self.may_beat.wait()
                 epoch = self.joined[-1] if self.joined else 0
+                is_driver = any(each.router_id == self.driver.router_id for each in told)
                 beat = pb.AttendResponse(
                     instance_id=self.instance_id,
                     epoch=epoch,
                     waits_for_peers=self.waits,
-                    driver=self.driver,
+                    driver=None if is_driver else self.driver,
                     num_standbys=self.num_standbys,
                 )
                 await context.write(beat)
@@ -283,9 +285,12 @@ class Peer:
         finally:
             reading.cancel()
 
-    async def _read_beats(self, requests: AsyncIterator[pb.AttendRequest]) -> None:
+    async def _read_beats(
+        self, requests: AsyncIterator[pb.AttendRequest], told: list[pb.AttendRequest]
+    ) -> None:
         async for request in requests:
             self.attended.append(request)
+            told.append(request)
 
     def _serialise(self, call: str, answer: Any) -> bytes:
         if call in self.garbled:
