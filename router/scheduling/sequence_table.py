@@ -22,7 +22,7 @@ is in flight, num_computed counts all of them, and is an upper bound.
 
 from collections.abc import Sequence as SequenceOf
 from itertools import accumulate
-from typing import Final, TypeVar
+from typing import Final
 
 import numpy as np
 
@@ -32,8 +32,6 @@ from router.scheduling.kv.block_pool import BlockIds
 from router.scheduling.kv.prefix_cache import CachedPrefix
 from router.scheduling.row_tokens import RowTokens
 from router.scheduling.step import window_reach
-
-Column = TypeVar("Column", Mask, Int32Array)
 
 NUM_STOP_IDS = 4  # a sequence with more stop tokens has them looked at one by one
 NO_STOP_IDS = (-1,) * NUM_STOP_IDS
@@ -55,14 +53,8 @@ class RowStatus:
     ENDED: Final = 4  # has its result, but a step in flight still runs it
 
 
-def _shared(column: Column) -> Column:
-    """Returns a column that nobody may write to."""
-    column.flags.writeable = False
-    return column
-
-
 def _no_rows(dp_size: int, num_rows: int) -> RowSet:
-    nothing = _shared(np.zeros(num_rows, dtype=np.bool_))
+    nothing = np.frombuffer(bytes(num_rows), dtype=np.bool_)
     return RowSet(nothing, [0] * dp_size, [0] * (dp_size + 1), [b""] * dp_size)
 
 
@@ -164,9 +156,10 @@ class SequenceTable:
         self.block_starts = np.arange(num_rows) * max_blocks
         self.flat_blocks = self.block_table.reshape(-1)
         self.flat_window_blocks = self.window_block_table.reshape(-1)
-        self._ones = _shared(np.ones(num_rows, dtype=np.int32))
+        self._ones = np.ones(num_rows, dtype=np.int32)
+        self._ones.flags.writeable = False  # parts of it are handed out
         self._sum_type = np.int32 if rows_per_rank * max_model_len < 1 << 31 else np.int64
-        self._last_row_set = _no_rows(dp_size, num_rows)
+        self._last_mask, self._last_row_set = bytes(num_rows), _no_rows(dp_size, num_rows)
         starts = range(0, num_rows, rows_per_rank)
         self.num_bound_rows = np.zeros(dp_size, dtype=np.int64)
         self._free_rows = [list(range(row, row + rows_per_rank))[::-1] for row in starts]
@@ -183,15 +176,18 @@ class SequenceTable:
 
     def row_set(self, mask: Mask) -> RowSet:
         """Returns the rows of a mask [R]. Asked for the same ones again, it costs a comparison."""
-        changed = np.flatnonzero(mask != self._last_row_set.mask)
-        if len(changed):
+        mask_bytes = mask.tobytes()
+        if mask_bytes != self._last_mask:
+            self._last_mask = mask_bytes
+            changed = np.flatnonzero(mask != self._last_row_set.mask)
             local_rows, size = self._last_row_set.local_rows.copy(), self.rows_per_rank
             for rank in set((changed // size).tolist()):
                 own = mask[rank * size : (rank + 1) * size]
                 local_rows[rank] = np.flatnonzero(own).astype(np.int32).tobytes()
             num_rows = [len(column) // INT32_BYTES for column in local_rows]
             cuts = list(accumulate(num_rows, initial=0))
-            self._last_row_set = RowSet(_shared(mask.copy()), num_rows, cuts, local_rows)
+            own_mask = np.frombuffer(mask_bytes, dtype=np.bool_)
+            self._last_row_set = RowSet(own_mask, num_rows, cuts, local_rows)
         return self._last_row_set
 
     def kv_tokens(self, mask: Mask) -> Rows:
