@@ -14,6 +14,7 @@ import sys
 import time
 
 from deploy.local.launch import LocalStack
+from router.errors import GroupHeld
 from router.executors.discovery import find_addresses
 from router.executors.group import ExecutorGroup, GroupSettings
 
@@ -30,6 +31,7 @@ async def form_often(num_executors: int, num_formings: int) -> list[float]:
         await stack.router.kill()  # whose group it was
         group = ExecutorGroup(find_addresses(stack.executor_addresses), GroupSettings())
         try:
+            await _take(group)
             for _ in range(NUM_WARM + num_formings):
                 begun = time.perf_counter()
                 await group.form()
@@ -37,6 +39,16 @@ async def form_often(num_executors: int, num_formings: int) -> list[float]:
         finally:
             await group.close()
     return times_ms[NUM_WARM:]
+
+
+async def _take(group: ExecutorGroup) -> None:
+    """Forms the group as soon as its executors have noticed that the router is gone that drove it."""
+    while True:
+        try:
+            await group.form()
+            return
+        except GroupHeld:
+            await asyncio.sleep(0.01)
 
 
 def main() -> None:
