@@ -42,7 +42,7 @@ def test_every_flag_that_is_named_exists():
     # Of every program, of the demo, of the attacks, of benches, of SMG, of docker build.
     named -= {"--help", "--speculative", "--only", "--envoy", "--require", "--model-path"}
     named -= {"--trace", "--loads", "--flows", "--subscribers", "--output", "--build-arg"}
-    named -= {"--front", "--ranks", "--cost"}
+    named -= {"--front", "--ranks", "--cost", "--skip"}
     assert named <= flags | {"--tls", "--executor"}  # --tls-*: a family
 
 
