@@ -21,7 +21,7 @@ from protos.settings import above, at_least, setting
 from router.errors import ExecutorLost, GroupMismatch
 
 MAX_JOIN_BYTES = 256 << 20  # that a newcomer may load while callers wait: about 0.1 s of page cache
-LOSS_WINDOW_S = 3600.0  # in which a lost place counts
+LOSS_WINDOW_S = 3600.0  # in which a lost place counts, and one leave as planned does not
 MAX_HOLD_OFF = 60  # times grow_after_s: half an hour
 GROW_INTERVAL = 2  # times grow_after_s: a minute
 MAX_FAILURES = 2  # of formings, before newcomers are held off for it
@@ -166,6 +166,7 @@ class _History:
     since: float = 0.0  # there without a break; only if it is there
     is_there: bool = False
     losses: deque[float] = field(default_factory=deque)  # when it lost its place
+    left: float = float("-inf")  # when it was last told to stop, and that was no loss
 
 
 class ElasticPolicy:
@@ -288,6 +289,13 @@ class ElasticPolicy:
             team for team in self._teams if address not in (member.address for member in team)
         )
 
+    def note_left(self, now: float, address: str) -> None:
+        """Notes that a member was told to stop: as in an update, so the first time in an hour it is no loss."""
+        known = self._history.setdefault(address, _History())
+        if now - known.left >= LOSS_WINDOW_S:
+            known.left = now
+            self._lost_names |= {each.name for each in self._members() if each.address == address}
+
     def review(self, now: float, spares: Sequence[Candidate]) -> Review:
         """Returns what to do while the group serves.
 
@@ -370,7 +378,8 @@ class ElasticPolicy:
                 self._history[member.address].losses.append(now)
         for address, known in list(self._history.items()):
             self.held_off_until(address, now)  # forgets old losses
-            if not known.is_there and not known.losses:
+            is_forgotten = not known.losses and now - known.left >= LOSS_WINDOW_S
+            if is_forgotten and not known.is_there:
                 del self._history[address]
 
     def _is_held_off(self, team: Team, now: float) -> bool:

@@ -511,6 +511,8 @@ class ExecutorGroup:
             self.is_driver = False
         if isinstance(error, ExecutorLied):
             error = self._leave_out(member, str(error))
+        if isinstance(error, ExecutorLeft):
+            self._note_left(member)
         if isinstance(error, ReasonUnknown):
             self._asking = asyncio.create_task(self._ask_why(loss, error))
         else:
@@ -526,6 +528,7 @@ class ExecutorGroup:
             for member, answer in zip(self._members, await self._probe(self._members), strict=True):
                 reason = "" if answer is None else error_details(answer).reason
                 if answer is not None and reason == "SHUTTING_DOWN":
+                    self._note_left(member)
                     _lose(loss, ExecutorLeft(f"{member}: {reason}: {answer.details()}"))
                 elif answer is not None and answer.code() in SILENT_CODES:
                     gone.append(f"{member}: {reason or answer.code().name}")
@@ -534,6 +537,10 @@ class ExecutorGroup:
                 error = ExecutorGone("; ".join([*gone, str(error)]))
         finally:
             _lose(loss, error)
+
+    def _note_left(self, member: Member) -> None:
+        if self._policy is not None:
+            self._policy.note_left(self._clock(), member.address)
 
     def _end_streams(self) -> None:
         """Ends every executor's part in the epoch; each then leaves its process groups."""

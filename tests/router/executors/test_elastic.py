@@ -183,6 +183,22 @@ def test_an_executor_that_lost_its_place_is_held_off_ever_longer() -> None:
     assert max(waits) <= 1800
 
 
+def test_an_executor_that_was_told_to_stop_is_not_held_off_but_if_it_is_again_and_again() -> None:
+    """So a group is as large as before soon after each executor that is updated."""
+    group, now, waits = policy(2, 1), 0.0, []
+    form(group, now, executors("ab"))
+    for number in range(3):
+        now += 1
+        group.note_left(now, "b")
+        form(group, now, executors("a"))
+        left, back = now, [executor("b", str(number))]
+        while not group.review(now, back).grows:
+            now += 1
+        waits.append(now - left)
+        form(group, now, [executor("a"), *back])
+    assert waits == [30, 60, 120]
+
+
 def test_an_executor_that_dies_every_40_s_reshapes_its_group_12_times_an_hour_at_most() -> None:
     group = policy(2, 1)
     num_formings, members = 0, {("a", "a"), ("b", "0")}

@@ -11,7 +11,14 @@ from structlog.testing import capture_logs
 
 from protos.executor.v1 import executor_pb2 as executor_pb
 from protos.serving.v1 import serving_pb2 as pb
-from router.errors import ExecutorLied, ExecutorLost, GroupGrows, GroupHeld, GroupMismatch
+from router.errors import (
+    ExecutorLeft,
+    ExecutorLied,
+    ExecutorLost,
+    GroupGrows,
+    GroupHeld,
+    GroupMismatch,
+)
 from router.executors.elastic import Strength
 from router.executors.group import ExecutorGroup, GroupSettings
 from tests.router.support.peers import ElasticPeers, Peer, error_of, run_step
@@ -27,6 +34,7 @@ EAGER = GroupSettings(
 
 
 LoadFailed = error_of(grpc.StatusCode.UNAVAILABLE, "LOAD_FAILED")
+ShuttingDown = error_of(grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN")
 
 
 async def fail_to_load() -> None:
@@ -155,6 +163,20 @@ async def test_spares_are_staged_while_the_group_serves_and_are_counted() -> Non
         assert world.at(spare).resident == list(range(8))
         await world.stop(spare)
         await until(lambda: spares_of(world) == {})
+
+
+async def test_an_executor_that_was_told_to_stop_is_taken_back_without_being_held_off() -> None:
+    async with ElasticPeers(Strength(2, 1), EAGER) as world:
+        first, second = [await world.start() for _ in range(2)]
+        await world.group.form()
+        world.at(second).die(ShuttingDown("it was told to stop"))
+        with pytest.raises(ExecutorLeft):
+            await world.group.lost()
+        world.at(second).dies.clear()
+        world.at(second).instance_id = "again"
+        assert (await world.group.form()).addresses == (first, second)
+        assert world.group._policy is not None
+        assert world.group._policy.held_off_until(second, world.group._clock()) == 0
 
 
 async def test_an_executor_that_another_router_drives_is_no_spare() -> None:
