@@ -140,10 +140,7 @@ class Suspicion:
         if member is None:
             return
         if member.state is MemberState.ATTENTIVE and now - member.time <= MIN_GAP_S:
-            member.time, member.excused_s = (
-                now,
-                0.0,
-            )  # a gap that teaches nothing: as with most steps
+            member.time, member.excused_s = now, 0.0  # most steps' gaps teach nothing
             member.has_answered = True
         elif member.is_attended:
             self.outcomes["cleared"] += member.note_sign(now) is MemberState.SUSPECT
