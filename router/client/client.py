@@ -21,7 +21,6 @@ can place. `many` does the same for each request on its stream.
 import asyncio
 import json
 import re
-import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from pathlib import Path
@@ -204,8 +203,6 @@ class Client:
 
     def _attempts(self, prompt: Prompt, options: Options) -> Attempts:
         request = to_request(prompt, options)
-        if self._resumption.for_s and not request.request_id:
-            request.request_id = uuid.uuid4().hex
         return Attempts(request, options.get("timeout_s"), self._resumption)
 
     async def _deltas(

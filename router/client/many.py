@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import struct
-import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -118,7 +117,6 @@ class Many:
         return collector.completions(attempts.num_resumes)
 
     def _attempts(self, prompt: Prompt, options: Options) -> Attempts:
-        options.setdefault("request_id", uuid.uuid4().hex)  # columns do not carry it
         request = to_request(prompt, options)
         return Attempts(request, options.get("timeout_s"), self._resumption, RETRY_DELAYS_S)
 

@@ -10,6 +10,7 @@ import asyncio
 import random
 import struct
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -58,7 +59,7 @@ class Attempts:
     """One request over all of its calls.
 
     Args:
-        request: As its caller made it. It gets a seed if it samples without one.
+        request: As its caller made it. It gets an id where it has none, and a seed if it samples without one.
         timeout_s: For all of it; None: no limit.
         resumption: Of the client.
         retry_delays_s: Before it is sent again where nothing ever came of it.
@@ -75,6 +76,9 @@ class Attempts:
         retry_delays_s: Sequence[float] = (),
     ) -> None:
         self.num_resumes = 0
+        self._has_own_id = not request.request_id
+        if self._has_own_id:
+            request.request_id = uuid.uuid4().hex
         self._request = request
         self._resumption = resumption
         self._retry_delays_s = retry_delays_s
@@ -221,8 +225,9 @@ class Attempts:
         if isinstance(failure, Overloaded) and self.has_tokens:
             delay_s = failure.retry_delay_s  # gRPC itself gives none: the message is too large
             return None if delay_s is None else delay_s * random.uniform(1.0, 1.5)
-        # A router has not noticed that a call broke off.
-        is_in_use = failure.reason == "REQUEST_EXISTS" and self.num_resumes > 0
+        # A router has not noticed that a call broke off, maybe one that a proxy made anew by itself.
+        is_again = self.num_resumes > 0 or self._has_own_id
+        is_in_use = failure.reason == "REQUEST_EXISTS" and is_again
         if not (is_in_use or broke_off(failure)):
             return None
         if not self._num_pauses:

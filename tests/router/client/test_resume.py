@@ -213,6 +213,22 @@ def test_routers_that_were_told_to_stop_are_no_reason_to_give_a_request_up():
     assert attempts.next_request().resume.num_stalled == 0
 
 
+@pytest.mark.parametrize("request_id", ["", "the caller's"])
+def test_what_a_proxy_sent_again_waits_until_the_router_has_noticed(request_id: str):
+    """Only an id that the library drew can be in use by nothing else."""
+    request = pb.GenerateRequest(request_id=request_id)
+    attempts = Attempts(request, None, Resumption(60.0, has_answered=True))
+    assert attempts.next_request().request_id
+    code = grpc.StatusCode.ALREADY_EXISTS
+    failure = CallFailed(code, "it is in use", ErrorDetails("REQUEST_EXISTS"))
+    if request_id:
+        with pytest.raises(CallFailed, match="in use"):
+            attempts.pause_after(failure)
+    else:
+        attempts.pause_after(failure)
+        assert attempts.next_request().request_id == request.request_id
+
+
 @pytest.mark.parametrize(
     ("reason", "code", "num_calls"),
     [
