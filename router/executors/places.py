@@ -94,7 +94,7 @@ def as_formed(member: Member, epoch: int, router_id: bytes) -> Member:
     description.CopyFrom(member.description)
     description.epoch = epoch
     description.driver.CopyFrom(pb.Driver(router_id=router_id))
-    if member.placement is not None:
+    if member.placement is not None and member.placement.expert_slots:
         num_slots = member.placement.expert_slots
         slots = np.frombuffer(member.placement.expert_of_slot, "<i4").reshape(-1, num_slots)
         held = np.frombuffer(description.resident_experts, "<i4").copy()

@@ -79,6 +79,21 @@ async def test_members_are_told_their_places_and_the_rest_are_left_alone() -> No
         assert world.at(third).joined == []
 
 
+async def test_a_model_without_experts_has_places_all_the_same() -> None:
+    def without_experts(description: executor_pb.DescribeResponse) -> None:
+        description.model.num_experts = 0
+        description.capability.max_expert_slots = 0
+        description.resident_experts = b""
+
+    async with ElasticPeers(Strength(2, 1), PATIENT) as world:
+        first, second, third = [await world.start() for _ in range(3)]
+        for address in (first, second, third):
+            world.at(address).describes = without_experts
+        assert (await world.group.form()).addresses == (first, second)
+        await world.stop(first)
+        assert (await world.group.form()).addresses == (second, third)
+
+
 async def test_a_spare_takes_the_place_of_a_lost_executor_and_who_stays_keeps_its_kv() -> None:
     async with ElasticPeers(Strength(2, 1), PATIENT) as world:
         first, second, third = [await world.start() for _ in range(3)]

@@ -197,11 +197,15 @@ class Peer:
 
     def _take_place(self, placement: pb.Placement) -> None:
         self.placements.append(placement)
-        self.place = placement.coordinates.dp_rank, placement.coordinates.attn_tp_rank
+        told = placement.coordinates
+        self.place = told.dp_rank, told.attn_tp_rank
+        self._sizes = told.dp_size, told.attn_tp_size
         self._load(placement)
 
     def _load(self, placement: pb.Placement) -> None:
         rank, num_slots = placement.coordinates.ep_rank, placement.expert_slots
+        if not num_slots:
+            return
         experts = np.frombuffer(placement.expert_of_slot, "<i4").reshape(-1, num_slots)
         self.resident[:num_slots] = experts[rank].tolist()
         self.places = places_of(experts.tolist())
