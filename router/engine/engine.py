@@ -254,8 +254,11 @@ class Engine:
             GroupMismatch: The executors were started again with another model.
         """
         old = self.model
-        if old is not None and (
-            old.fingerprint != model.fingerprint or old.max_model_len > model.max_model_len
+        has_promised = self._info is not None or len(self.waiting) > 0
+        if (
+            old is not None
+            and has_promised
+            and (old.fingerprint != model.fingerprint or old.max_model_len > model.max_model_len)
         ):
             raise GroupMismatch(
                 f"the group served fingerprint={old.fingerprint} max_model_len={old.max_model_len}, "

@@ -152,9 +152,8 @@ class ExecutorGroup:
         self._has_scored = False  # in this epoch, which makes answers long
         self._instances: dict[Hashable, str] = {}  # by coordinates; by address where these change
         self._kv_ids: dict[str, str] = {}  # by address, of the last epoch that was formed
-        self._known: dict[
-            str, Member
-        ] = {}  # its members, by address: who need not describe themselves
+        # Its members, by address: who need not describe themselves.
+        self._known: dict[str, Member] = {}
         self._left_out: dict[str, tuple[str, str]] = {}  # by address: instance, and what it said
         self._streams: list[StepStream] = []
         self._driven: Collection[str] = ()  # addresses of those that they are to
@@ -224,9 +223,7 @@ class ExecutorGroup:
             if self._attendance.held:  # what it lacks is its driver's to wait for
                 raise GroupHeld(f"another router drives its executors; {error}") from error
             raise
-        await self._connections.renew(
-            addresses
-        )  # anew, to those that have turned out to have no beats
+        await self._connections.renew(addresses)  # to those that have turned out to have no beats
         self._check_held(members)
         if self._policy is None:
             return await self._bring_together(members)
@@ -682,7 +679,8 @@ class ExecutorGroup:
 
     def _note_model(self, held: Sequence[Member]) -> None:
         """Notes what these executors serve, so that requests can be taken as soon as they are."""
-        if any(member.attn_tp_rank == 0 for member in held):
+        place = held[0].description.coordinates
+        if len(held) == place.dp_size * place.attn_tp_size:  # of fewer, less may be true
             with suppress(GroupMismatch):  # as between two epochs of theirs
                 info = describe_group(held, self._epoch, self._settings.model_name)
                 self.held_model = info.model
@@ -748,7 +746,12 @@ class ExecutorGroup:
             if member.description.instance_id != answer.instance_id:
                 raise ExecutorLost(f"{member} was restarted while the group formed")
             if answer.places_crc32 != places_crc32_of(member):
-                raise self._leave_out(member, "has experts in other places than its group")
+                told = (
+                    "experts in other places than its group"
+                    if answer.places_crc32
+                    else "no places_crc32"
+                )
+                raise self._leave_out(member, f"joined with {told}")
             member.description.kv_id = answer.kv_id
         return {
             member.address: _kv_of(answer) for member, answer in zip(members, joined, strict=True)

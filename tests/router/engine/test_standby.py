@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -126,6 +127,20 @@ async def test_what_a_router_that_stands_by_takes_is_for_the_model_of_the_one_th
         assert engines.model == executors.held_model
         with pytest.raises(Moved):
             engines.check_room()
+
+
+@on_virtual_clock
+async def test_a_router_that_has_only_seen_a_model_serves_another_one() -> None:
+    executors = Contested(is_held=True)
+    async with one_group(executors) as (engines, engine, _):
+        model = (await Contested().form()).model
+        executors.held_model = replace(model, max_model_len=2 * model.max_model_len)
+        await asyncio.sleep(1)
+        assert engines.model == executors.held_model
+        executors.is_held = False
+        await asyncio.sleep(1)
+        assert engine.is_ready
+        assert engines.model == model
 
 
 @on_virtual_clock

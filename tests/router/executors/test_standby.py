@@ -62,6 +62,21 @@ async def test_it_knows_what_the_other_one_serves_and_says_when_it_takes_over() 
         assert not other.is_driver
 
 
+async def test_it_believes_nothing_of_a_group_of_which_it_saw_a_part() -> None:
+    async with run_group(2, settings=WATCHFUL) as (driver, peers):
+        await driver.form()
+        addresses = [member.address for member in driver._members]
+        free, *_ = peers.values()
+        free.driver.has_stream, free.driver.silent_ms = False, LEASE_MS
+        other = ExecutorGroup(find_addresses(addresses), WATCHFUL, router_id=OTHER)
+        try:
+            with pytest.raises(GroupHeld):
+                await other.form()
+            assert other.held_model is None
+        finally:
+            await other.close()
+
+
 async def test_it_hears_at_once_that_the_group_is_left_and_takes_it() -> None:
     async with two_routers() as (_, other, peers):
         await until(lambda: len(other._attendance.held) == 2)
