@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from math import inf
 from typing import Protocol
 
 import numpy as np
@@ -76,6 +77,7 @@ class Engines:
         self._on_readiness: Callable[[bool], None] | None = None
         self._was_ready = False
         self._readiness_timer: asyncio.TimerHandle | None = None
+        self._failover_timer: asyncio.TimerHandle | None = None
 
     def drive(self, engines: SequenceOf[Engine]) -> None:
         """Says which engines there are; they report to `on_end`. Called once."""
@@ -236,6 +238,10 @@ class Engines:
         another router drives goes there, if none of this router's can run it.
         """
         loop = asyncio.get_running_loop()
+        if self._failover_timer is not None:
+            self._failover_timer.cancel()
+            self._failover_timer = None
+        next_time = inf
         for engine in self._engines:
             if engine.is_ready:
                 continue
@@ -252,7 +258,9 @@ class Engines:
                 ids = engine.ids()
                 engine.events.note(logging.INFO, "requests_moved", **ids, requests=num_moved)
             if not is_late:
-                loop.call_at(failover_time, self._move_waiting)
+                next_time = min(next_time, failover_time)
+        if next_time < inf:
+            self._failover_timer = loop.call_at(next_time, self._move_waiting)
 
     def _move(self, request: Request, engine: Engine) -> bool:
         """Gives a request to another group. Returns False if none can run it now."""
