@@ -224,20 +224,21 @@ class Line:
 
     # ---- waiting sequences
 
-    def push(self, sequence: "Sequence") -> None:
+    def push(self, sequence: "Sequence", *, is_back: bool = False) -> None:
+        """Adds a sequence that waits; `is_back`: it was taken aside, and its flow is no other for it."""
         flow = sequence.flow = self.flow_of(sequence.request.caller)
-        if not flow.num_waiting:
+        if not (flow.num_waiting or is_back):
             flow.served = max(flow.served, self._level)
         flow.count(sequence, 1)
         heapq.heappush(flow.heap, (*sequence.turn, sequence))
         if flow is not self._only and (flow.num_waiting == 1 or flow.heap[0][-1] is sequence):
             self._enter(flow)
 
-    def leave(self, sequence: "Sequence") -> None:
-        """Notes that a sequence waits no more."""
+    def leave(self, sequence: "Sequence", *, is_aside: bool = False) -> None:
+        """Notes that a sequence waits no more; `is_aside`: it will be back at once."""
         flow = sequence.flow
         flow.count(sequence, -1)
-        if not flow.num_waiting:
+        if not (flow.num_waiting or is_aside):
             flow.forget_returned()
         if len(flow.heap) > 2 * flow.num_waiting + MIN_FORGET:
             left = {entry[-1] for entry in flow.heap}.intersection(self._waiting)

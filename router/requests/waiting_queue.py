@@ -192,20 +192,29 @@ class WaitingQueue:
                     metadata={"flow": name, "value": num_waiting + num_more, "limit": most},
                 )
 
-    def push(self, sequence: Sequence) -> None:
-        """Queues a sequence by its request's priority. Preempted ones are never refused."""
+    def push(self, sequence: Sequence, *, is_back: bool = False) -> None:
+        """Queues a sequence by its request's priority. Preempted ones are never refused.
+
+        Args:
+            sequence: It.
+            is_back: Whether it was taken aside.
+        """
         self._waiting.add(sequence)
         self._count(sequence, 1)
-        self.line.push(sequence)
+        self.line.push(sequence, is_back=is_back)
 
     def peek(self) -> Sequence | None:
         """Returns the first of the queue."""
         return self.line.peek()
 
-    def pop(self) -> Sequence:
-        """Takes the first of the queue; `peek` has just returned it."""
+    def pop(self, *, is_aside: bool = False) -> Sequence:
+        """Takes the first of the queue; `peek` has just returned it.
+
+        Args:
+            is_aside: Whether it is put back in this plan: its flow keeps what slots it had.
+        """
         sequence = self.line.pop()
-        self._leave(sequence)
+        self._leave(sequence, is_aside=is_aside)
         return sequence
 
     def backlog(self, most: float) -> float:
@@ -217,10 +226,10 @@ class WaitingQueue:
         if sequence in self._waiting:
             self._leave(sequence)
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: Sequence, *, is_aside: bool = False) -> None:
         self._waiting.remove(sequence)
         self._count(sequence, -1)
-        self.line.leave(sequence)
+        self.line.leave(sequence, is_aside=is_aside)
 
     def _count(self, sequence: Sequence, sign: int) -> None:
         num_tokens = sign * len(sequence.tokens)
@@ -293,11 +302,11 @@ class Quarantine:
         """Queues a new request. See WaitingQueue."""
         self._others.submit(request)
 
-    def push(self, sequence: Sequence) -> None:
+    def push(self, sequence: Sequence, *, is_back: bool = False) -> None:
         """Queues a sequence that ran before, here or elsewhere. It is never refused."""
         self._end_trial(sequence)
         if not _is_isolated(sequence):
-            self._others.push(sequence)
+            self._others.push(sequence, is_back=is_back)
             return
         sequence.flow = self.line.flow_of(sequence.request.caller)
         insort(self._suspects, sequence, key=_trial_order)
@@ -336,10 +345,10 @@ class Quarantine:
         firsts = {each.request.caller: each for each in self._suspects[num_alike - 1 :: -1]}
         return min(firsts.values(), key=self.line.place_of)
 
-    def pop(self) -> Sequence:
-        """Takes out the sequence that `peek` has just returned."""
+    def pop(self, *, is_aside: bool = False) -> Sequence:
+        """Takes out the sequence that `peek` has just returned. See WaitingQueue."""
         if (sequence := self._head) is None:
-            sequence = self._others.pop()
+            sequence = self._others.pop(is_aside=is_aside)
         else:
             self._head = None
             self._suspects.remove(sequence)

@@ -89,7 +89,7 @@ class Binder:
             self._note_coming(coming, self._table.bound(prompt.row))
         while (sequence := self._waiting.peek()) is not None:
             if self._waits_for_its_leader(sequence) or self._waits_for_blocks(sequence, coming):
-                deferred.append(self._waiting.pop())
+                deferred.append(self._waiting.pop(is_aside=True))
             elif not self._bind_to_best_rank(sequence, loads):
                 if loads.is_stuck:
                     num_stuck = len(self._waiting)
@@ -98,7 +98,7 @@ class Binder:
             else:
                 self._note_coming(coming, sequence)
         for sequence in deferred:
-            self._waiting.push(sequence)
+            self._waiting.push(sequence, is_back=True)
         return num_stuck
 
     def _waits_for_its_leader(self, sequence: Sequence) -> bool:
@@ -111,8 +111,9 @@ class Binder:
         """Notes a block that an interrupted sequence, which is bound, runs before long, and its turn."""
         if sequence.is_interrupted:
             done = int(self._table.num_computed[sequence.row])
+            turn = self._order.turn(sequence, done)
             for name in self._last_shared(sequence.block_hashes, done // self._shape.block_size):
-                coming.setdefault(name, self._order.turn(sequence, done))
+                coming[name] = min(coming.get(name, turn), turn)
 
     def _waits_for_blocks(self, sequence: Sequence, coming: dict[BlockHash, Turn]) -> bool:
         """Whether a bound sequence is about to run what this one would have to run next.
@@ -148,9 +149,9 @@ class Binder:
         others = []
         while (sequence := self._waiting.peek()) is not None:
             if not self._bind_to_best_rank(sequence, loads, only_home=True):
-                others.append(self._waiting.pop())
+                others.append(self._waiting.pop(is_aside=True))
         for sequence in others:
-            self._waiting.push(sequence)
+            self._waiting.push(sequence, is_back=True)
 
     def _bind_to_best_rank(
         self, sequence: Sequence, loads: RankLoads, *, only_home: bool = False

@@ -143,6 +143,24 @@ def test_with_each_that_gives_way_what_is_held_becomes_less_so_that_plans_end(se
     assert num_preempted < 5 * num_bound
 
 
+def test_who_is_taken_aside_in_a_plan_costs_its_flow_nothing() -> None:
+    """Neither the slots that it was given back, nor the lead of who was served less."""
+    rows = Rows()
+    rows.submit(OTHER)
+    rows.submit(FLOOD, 40)
+    rows.plan()
+    for sequence in rows.bound:
+        rows.line.give_back(sequence)
+        rows.queue.push(sequence)
+    assert rows.queue.peek() is rows.bound[0]
+    key = rows.bound[0].flow.next_key
+    aside = rows.queue.pop(is_aside=True)
+    assert rows.queue.peek() is rows.bound[1]
+    rows.queue.push(aside, is_back=True)
+    assert rows.queue.peek() is aside
+    assert aside.flow.next_key == key
+
+
 def test_flows_that_are_gone_are_forgotten() -> None:
     rows = Rows()
     rows.submit(FLOOD, 2000)
