@@ -264,6 +264,7 @@ class Progress:
     end_time: float | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    gave_way: bool = False  # when it last gave up its row
     num_drafts: int = 0  # of its steps, that could have been accepted; up to date when not bound
     num_accepted_drafts: int = 0
     # Of when its group was last lost, until it is bound again: tokens whose KV was there, and where.
@@ -342,7 +343,7 @@ class Sequence:
     @property
     def is_interrupted(self) -> bool:
         """Whether its caller has had tokens and waits for more while it runs them again: not if it gave way."""
-        return self.num_output_tokens > 0 and not self.progress.num_preemptions
+        return self.num_output_tokens > 0 and not self.progress.gave_way
 
     @property
     def min_len(self) -> int:

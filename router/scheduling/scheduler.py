@@ -182,7 +182,9 @@ class Scheduler:
 
     def preempt(self, row: int) -> None:
         """Takes a sequence off its rank; at once, or when the step that runs it is back."""
-        self.table.bound(row).progress.num_preemptions += 1
+        progress = self.table.bound(row).progress
+        progress.num_preemptions += 1
+        progress.gave_way = True
         self.num_preemptions[self.table.rank_of(row)] += 1
         self.table.status[row] = RowStatus.PREEMPTED
         self._line.give_back(self.table.bound(row))
@@ -211,6 +213,7 @@ class Scheduler:
         """Returns every bound sequence to the waiting queue; the epoch is over."""
         for row in self.table.live_rows().tolist():
             self._line.give_back(self.table.bound(row))
+            self.table.bound(row).progress.gave_way = False
         for sequence in self.table.sequences:
             if sequence is not None:
                 self._send_back(sequence)

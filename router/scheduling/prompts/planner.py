@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from router.requests.request import Int32Array
+from router.requests.request import Int32Array, Sequence
 from router.requests.waiting_queue import SequenceQueue
 from router.scheduling.columns import Mask, RowSet
 from router.scheduling.counters import GroupMeasures
@@ -153,8 +153,8 @@ class PromptPlanner:
         table, first = self._table, self._waiting.peek()
         bound = [(table.bound(p.row), p.left) for p in chain.from_iterable(prompts)]
         has_output = (table.status == RowStatus.EXTEND) & (table.num_extend > table.num_prompt)
-        if (first and first.is_interrupted) or (
-            np.count_nonzero(has_output) and any(each.is_interrupted for each, _ in bound)
+        if (first and _hurries(first)) or (
+            np.count_nonzero(has_output) and any(_hurries(each) for each, _ in bound)
         ):
             backlog = math.inf  # their callers wait for the next token
         else:
@@ -180,10 +180,8 @@ class PromptPlanner:
         """Returns how many prompt tokens each rank runs; none if they are held."""
         floor = self._settings.min_chunk_tokens
         if budget is None:
-            most, left = (
-                self._shape.max_num_batched_tokens,
-                [sum(p.left for p in r) for r in prompts],
-            )
+            most = self._shape.max_num_batched_tokens
+            left = [sum(prompt.left for prompt in rank) for rank in prompts]
             floor += max(num_decodes)  # the setting is of prompts, a level of all tokens
             level = fill_level(num_decodes, left, max_tokens=most, floor=floor)
             return [level - num for num in num_decodes]
@@ -264,3 +262,8 @@ class PromptPlanner:
                     tokens_left -= count
                     logits_left -= num_logits
         return chunks
+
+
+def _hurries(sequence: Sequence) -> bool:
+    """Whether steps may take the largest gap until it goes on: not for batch work."""
+    return sequence.is_interrupted and sequence.request.priority >= 0

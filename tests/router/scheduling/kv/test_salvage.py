@@ -265,6 +265,10 @@ def test_who_gave_way_does_not_hurry_and_who_was_interrupted_does() -> None:
     assert sequence.is_interrupted
     world.scheduler.preempt(sequence.row)
     assert not sequence.is_interrupted
+    world.step()
+    world.step()
+    world.lose()  # in the middle of an answer that had gone on
+    assert sequence.is_interrupted
 
 
 def test_who_has_kv_on_a_rank_goes_on_there_before_others_take_its_place() -> None:
