@@ -141,7 +141,6 @@ class EpochStats:
         num_steps: Steps committed.
         last_time: Of the last commit; None before the first.
         num_output_tokens: Tokens sampled.
-        recovery_phase_s: See RecoveryTimes.
         drafts: What came of drafts.
     """
 
@@ -263,6 +262,7 @@ class GroupTotals:
         faults: "lied": executors that said what cannot be; "unexpected": errors of this router;
             "stale_kv": KV that was kept and was wrong.
         suspicions: Executors that fell silent, by what came of it: "cleared", "lost", "false".
+        recovery_phase_s: See RecoveryTimes.
         num_takeovers: Times the group was taken from another router.
         drafts: What came of drafts.
         decisions: Steps with prompts bound, by what was done about these, see Why.

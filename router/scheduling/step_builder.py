@@ -1,7 +1,7 @@
 """Step builder: the rows that run as the columns that travel, and the ranks' agreement on the step.
 
 Decodes are columns of all ranks at once: most steps have nothing else, and nobody cuts these before
-they are sent. A rank with chunks of prompts has a batch of its own, with the chunks behind its decodes.
+they are sent. The chunks of prompts of a rank that has some are a batch, which goes behind its decodes.
 Rows are marked as handed out.
 """
 
@@ -220,10 +220,8 @@ class StepBuilder:
         token_ids = np.concatenate([each.tokens[start:end] for each, start, end in spans])
         scored_ids = self._scored_ids(rows, spans)
         cuts = list(accumulate(map(len, chunks), initial=0))
-        local_rows, samples = (
-            (rows % table.rows_per_rank).astype(np.int32),
-            ends_prompt.view(np.uint8),
-        )
+        local_rows = (rows % table.rows_per_rank).astype(np.int32)
+        samples = ends_prompt.view(np.uint8)
         token_cuts, block_cuts = offsets(num_tokens, cuts), offsets(num_new, cuts)
         sampled_cuts = offsets(ends_prompt, cuts)
         batches = {}

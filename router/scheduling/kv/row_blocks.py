@@ -63,9 +63,8 @@ class RowBlocks:
         self.pools = BlockPools([cache.pool for cache in caches])
         self._preempt = preempt
         self._max_window_blocks = max_window_blocks
-        self._unnamed: dict[
-            bytes, int
-        ] = {}  # rows of prompts that nobody has asked for, by `Tail.key`
+        # Rows of prompts that nobody has asked for, by `Tail.key`.
+        self._unnamed: dict[bytes, int] = {}
 
     # ---- getting blocks
 
@@ -101,9 +100,8 @@ class RowBlocks:
         num_new = np.maximum(-(-ends // table.block_size) - held, 0)
         counts = np.zeros(table.dp_size, np.int64)
         np.add.at(counts, rows // table.rows_per_rank, num_new)
-        if (num_lists * counts > self.pools.num_available).any():
+        if not self.pools.make_free(num_lists * counts):
             return False
-        self.pools.make_free(num_lists * counts)
         places = spread(table.block_starts.take(rows) + held, num_new)
         if table.has_windows:
             table.flat_window_blocks[places] = self.pools.acquire(counts)
