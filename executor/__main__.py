@@ -5,12 +5,9 @@ reads its settings in time.
 """
 
 import asyncio
-import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +16,7 @@ import uvloop
 
 from executor.config import ExecutorConfig
 from executor.metrics import STORE_STRANGER, Measures, Numbers, collector
+from protos.memory import uncollected
 from protos.settings import BAD_CONFIGURATION, command
 from protos.transport.addresses import is_loopback
 
@@ -55,7 +53,7 @@ def main(config: ExecutorConfig) -> None:
 
 async def serve(config: ExecutorConfig) -> int:
     """Serves until SIGTERM or SIGINT; a second one ends it at once. Returns the exit code."""
-    with _uncollected():
+    with uncollected():
         from executor.parallel.rendezvous import StorePort
         from executor.server import ExecutorServicer
 
@@ -140,7 +138,7 @@ async def _load(
     servicer: "ExecutorServicer", config: ExecutorConfig, measures: Measures, stopped: asyncio.Event
 ) -> int | None:
     """Loads the model. Returns an exit code if the process should end instead of serve."""
-    with _uncollected():
+    with uncollected():
         from executor.build.executor import build_worker
     loading = asyncio.create_task(servicer.load(lambda: build_worker(config, measures)))
     await _first(loading, stopped)
@@ -178,21 +176,6 @@ async def _stop(
         )
     await server.stop(grace=STOP_GRACE_S)
     log.info("stopped")
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Spares what is imported meanwhile every collection, now and later.
-
-    PyTorch makes so many objects that stay that looking for garbage among them is a sixth of the time
-    in which a process is there again.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def _keep_in(peer_host: str | None) -> None:

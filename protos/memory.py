@@ -1,4 +1,6 @@
-"""Free memory: kept from step to step, and given back to the system after a burst of calls.
+"""Memory: what is free of it, and what collections of garbage spare.
+
+Free memory is kept from step to step, and given back to the system after a burst of calls.
 
 By itself glibc gives back at once what is freed at the end of its heap, from 128 KiB on, and each larger
 piece. The columns of a large step are such pieces: the next step would get other pages, which the
@@ -7,8 +9,10 @@ when it is most of the process: after 3,000 calls of a flood 80 MB, of which 78 
 """
 
 import ctypes
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import Thread
 
 INTERVAL_S = 1.0
@@ -17,6 +21,21 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 # holes instead, through all of which the columns of steps would go, one after the other, and be in no cache.
 OWN_PAGES_BYTES = 1 << 20
 TRIM_BYTES = 16 << 20  # to give them back takes some 30 ms, in which allocations may wait
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Spares what is imported meanwhile every collection, now and later.
+
+    PyTorch makes so many objects that stay that looking for garbage among them is a sixth of the time in
+    which a process is there again, and takes 0.1 s later on; what a router imports, 18 ms.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 class _Mallinfo(ctypes.Structure):

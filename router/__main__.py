@@ -7,7 +7,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import uvloop
 
-from protos.memory import manage_memory
+from protos.memory import manage_memory, uncollected
 from protos.settings import command
 from router.config import RouterConfig
 
@@ -15,8 +15,8 @@ from router.config import RouterConfig
 @command(RouterConfig, "router")
 def main(config: RouterConfig) -> None:
     """Routes generation requests to groups of executors, and schedules every step of them."""
-    from router import app
-
+    with uncollected():
+        from router import app
     manage_memory()
     uvloop.run(app.run(config))
 
