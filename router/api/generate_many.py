@@ -11,6 +11,7 @@ No Python runs per token of a plain request, and none per request until it ends.
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 
 from google.protobuf.unknown_fields import UnknownFieldSet
 
@@ -34,6 +35,7 @@ from router.requests.request import Listener, Request, Sequence
 # Waiting to be sent, because the client does not read; past these, nothing more of it is read.
 MAX_REFUSALS = 256
 MAX_ENDS = 256
+MAX_BESIDE = 16  # requests that another process reads, past which the stream waits for one of them
 
 Write = Callable[[serving_pb2.GenerateManyResponse], Awaitable[None]]
 
@@ -64,6 +66,9 @@ class ManyCall:
         self._settings = settings
         self._live: dict[int, Request] = {}
         self._detailed: dict[int, Request] = {}  # the live ones whose tokens are no columns
+        self._beside: dict[int, asyncio.Task[None]] = {}  # that are read while others come, by tag
+        self._cancelled: set[int] = set()  # tags of these
+        self._failed: asyncio.Task[None] | None = None  # one of them, of what nobody expected
         self._begun: list[serving_pb2.TaggedResponse] = []  # to be sent
         self._refusals: asyncio.Queue[serving_pb2.TaggedError] = asyncio.Queue(MAX_REFUSALS)
         self._was_taken = asyncio.Event()
@@ -89,19 +94,23 @@ class ManyCall:
                 await self._listener.wait()
                 if reading.done():
                     reading.result()  # raises what it raised
+                if self._failed is not None:
+                    self._failed.result()
                 message = self._take()
                 if message.ByteSize():
                     await write(message)
         finally:
             reading.remove_done_callback(self._on_read)  # the listener is another call's soon
-            reading.cancel()  # from here on it submits nothing
+            readers = reading, *self._beside.values()
+            for reader in readers:
+                reader.cancel()  # from here on it submits nothing
             for request in self._live.values():
                 self._engines.cancel(request)
-            await asyncio.gather(reading, return_exceptions=True)
+            await asyncio.gather(*readers, return_exceptions=True)
 
     @property
     def _is_idle(self) -> bool:
-        return not self._live and self._refusals.empty()
+        return not (self._live or self._beside) and self._refusals.empty()
 
     async def _read(self, messages: AsyncIterator[serving_pb2.GenerateManyRequest]) -> None:
         async for message in messages:
@@ -117,18 +126,40 @@ class ManyCall:
                 case "cancel":
                     if message.tag in self._live:
                         self._engines.cancel(self._live[message.tag])
+                    elif message.tag in self._beside:
+                        self._cancelled.add(message.tag)
                 case _:
                     raise self._counted(
                         InvalidRequest("action", "there is none; set start or cancel")
                     )
+        if self._beside:
+            await asyncio.wait(self._beside.values())
 
     def _on_read(self, reading: asyncio.Task[None]) -> None:
         self._listener.wake()
 
     async def _start(self, tag: int, message: serving_pb2.GenerateRequest) -> None:
-        if tag in self._live:
+        if tag in self._live or tag in self._beside:
             problem = f"{tag} is that of a request that still runs on this stream; use another"
             raise self._counted(InvalidRequest("tag", problem))
+        if not _needs_process(message):
+            return await self._submit(tag, message)
+        while len(self._beside) >= MAX_BESIDE:
+            await asyncio.wait(self._beside.values(), return_when=asyncio.FIRST_COMPLETED)
+        submitting = self._beside[tag] = asyncio.create_task(self._submit(tag, message))
+        submitting.add_done_callback(partial(self._on_submitted, tag))
+
+    def _on_submitted(self, tag: int, submitting: asyncio.Task[None]) -> None:
+        del self._beside[tag]
+        if not submitting.cancelled() and submitting.exception() is not None:
+            self._failed = submitting
+        if tag in self._cancelled:
+            self._cancelled.remove(tag)
+            if tag in self._live:
+                self._engines.cancel(self._live[tag])
+        self._listener.wake()
+
+    async def _submit(self, tag: int, message: serving_pb2.GenerateRequest) -> None:
         request_id = name_request(message)
         try:
             self._engines.check_room(is_resumed=message.HasField("resume"))
@@ -190,6 +221,11 @@ class ManyCall:
             message.errors.append(self._refusals.get_nowait())
         self._was_taken.set()
         return message
+
+
+def _needs_process(message: serving_pb2.GenerateRequest) -> bool:
+    """Whether another process may have to make its grammar or its prompt, which takes its time."""
+    return message.HasField("constraint") or message.HasField("chat")
 
 
 def _add_response(message: serving_pb2.GenerateManyResponse, sequence: Sequence) -> None:

@@ -13,6 +13,7 @@ from google.rpc import code_pb2
 
 from protos.serving.v1 import serving_pb2 as pb
 from protos.transport.error_details import error_details
+from router.api import constraints
 from router.api.text import Tokenizer
 from router.errors import Moved, QueueFull
 from router.requests.request import FinishReason, Request, Sequence
@@ -467,3 +468,80 @@ async def test_a_tag_may_be_used_again_once_its_request_has_ended():
             engines.finish(request.sequences[0])
             assert [last.tag for last in (await stream.read()).responses] == [1]
         await stream.end()
+
+
+def constrained() -> pb.GenerateRequest:
+    return prompt(constraint=pb.Constraint(regex="a"))
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Grammars are built, or fail to be, once this is set."""
+    are_built = asyncio.Event()
+
+    async def grammar_of(kind: str, text: str) -> str:
+        await are_built.wait()
+        return f"{kind}: {text}"
+
+    monkeypatch.setattr(constraints._kept, "grammar_of", grammar_of)
+    return are_built
+
+
+async def test_a_grammar_that_is_being_built_holds_up_no_other_request_of_its_stream(
+    builds: asyncio.Event,
+):
+    async with streaming() as (engines, stream):
+        await stream.send(tag=1, start=constrained())
+        plain = await stream.start(2, prompt())
+        engines.finish(plain.sequences[0])
+        assert [each.tag for each in (await stream.read()).responses] == [2]
+        await stream.call.done_writing()
+        builds.set()
+        request = await engines.arrivals.get()
+        assert request.grammar == "regex: a"
+        engines.finish(request.sequences[0])
+        assert [each.tag for each in (await stream.read()).responses] == [1]
+        assert await stream.read() is grpc.aio.EOF
+
+
+async def test_a_request_that_is_cancelled_while_its_grammar_is_built_is_answered_so(
+    builds: asyncio.Event,
+):
+    async with streaming() as (_, stream):
+        await stream.send(tag=1, start=constrained())
+        await stream.send(tag=1, cancel=pb.CancelTag())
+        await stream.start(2, prompt())  # the other two were read before it
+        builds.set()
+        [error] = (await stream.read()).errors
+        assert (error.tag, error.code) == (1, code_pb2.CANCELLED)
+        await stream.send(tag=2, cancel=pb.CancelTag())
+        await stream.read()
+        await stream.end()
+
+
+async def test_a_tag_whose_grammar_is_being_built_is_in_use(builds: asyncio.Event):
+    async with streaming() as (engines, stream):
+        await stream.send(tag=1, start=constrained())
+        await stream.send(tag=1, start=prompt())
+        error = await failure(stream.call)
+        assert (error.code(), error_details(error).field) == (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "tag",
+        )
+        builds.set()
+        await engines.idle()
+        assert engines.arrivals.empty()
+
+
+async def test_a_grammar_that_fails_as_nobody_expected_ends_its_stream(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    async def grammar_of(kind: str, text: str) -> str:
+        raise RuntimeError("unexpected")
+
+    monkeypatch.setattr(constraints._kept, "grammar_of", grammar_of)
+    async with streaming() as (engines, stream):
+        await stream.start(1, prompt())
+        await stream.send(tag=2, start=constrained())
+        assert "unexpected" in str((await failure(stream.call)).details())
+        await engines.idle()

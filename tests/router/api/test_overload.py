@@ -10,7 +10,8 @@ import pytest
 from protos.serving.v1 import serving_pb2 as pb
 from protos.transport.error_details import error_details
 from protos.transport.errors import MAX_MESSAGE_BYTES
-from router.api.generate_many import MAX_ENDS, ManyCall
+from router.api import constraints
+from router.api.generate_many import MAX_BESIDE, MAX_ENDS, ManyCall
 from router.errors import QueueFull
 from tests.router.support.calls import connected, prompt
 from tests.router.support.fake_engines import FakeEngines, serve
@@ -83,6 +84,39 @@ async def test_requests_whose_ends_nobody_fetches_hold_up_their_own_stream():
     await running
     tags = [entry.tag for message in sent for entry in message.responses]
     assert sorted(tags) == list(range(4 * MAX_ENDS))
+
+
+async def test_requests_whose_grammars_are_not_built_hold_up_their_own_stream(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    engines = FakeEngines()
+    engines.echoes = True
+    num_sent, are_built, sent = 0, asyncio.Event(), []
+
+    async def grammar_of(kind: str, text: str) -> str:
+        await are_built.wait()
+        return text
+
+    async def starts() -> AsyncIterator[pb.GenerateManyRequest]:
+        nonlocal num_sent
+        for tag in range(3 * MAX_BESIDE):
+            num_sent += 1
+            start = prompt(constraint=pb.Constraint(regex="a"))
+            yield pb.GenerateManyRequest(tag=tag, start=start)
+
+    async def write(message: pb.GenerateManyResponse) -> None:
+        sent.append(message)
+
+    monkeypatch.setattr(constraints._kept, "grammar_of", grammar_of)
+    listener = engines.listeners.open()
+    running = asyncio.create_task(ManyCall(engines, None, listener).run(starts(), write))  # type: ignore[arg-type]
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert num_sent == MAX_BESIDE + 1
+    are_built.set()
+    await running
+    tags = [entry.tag for message in sent for entry in message.responses]
+    assert sorted(tags) == list(range(3 * MAX_BESIDE))
 
 
 @pytest.mark.parametrize(
