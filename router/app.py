@@ -27,8 +27,8 @@ from protos.transport.admission import Refusals
 from protos.transport.health import SERVICE_NAME
 from protos.transport.interceptors import RequestReader
 from protos.transport.reflection import enable_reflection
+from router.api import constraints
 from router.api.chat import ChatRenderer, read_templates
-from router.api.constraints import end_worker
 from router.api.generate import UNSHARED, GenerationServicer
 from router.api.health import SERVICE, Health
 from router.api.text import Tokenizer
@@ -61,7 +61,7 @@ async def run(config: RouterConfig) -> None:
     signals = StopSignals()
     signals.listen()
     cleanup = AsyncExitStack()
-    cleanup.callback(end_worker)
+    cleanup.callback(constraints.end_worker)
     tokenizer = _open_tokenizer(config, cleanup)
     interceptors, observers = _start_tracing(config, cleanup)
     observers = [RequestLog(lambda group: by_group[group].ids()), *observers]
@@ -77,6 +77,7 @@ async def run(config: RouterConfig) -> None:
         _build_engine(config, engines, number, group) for number, group in enumerate(groups)
     ]
     engines.drive(by_group)
+    engines.on_standby = partial(warm_up, engines, tokenizer)
     health = Health()
     servicer = GenerationServicer(engines, tokenizer, __version__, config)
     refusals = Refusals(engines.measures.add_refusal)
@@ -111,6 +112,14 @@ async def run(config: RouterConfig) -> None:
             await group.close()
         await cleanup.aclose()
     log.info("stopped")
+
+
+def warm_up(engines: Engines, tokenizer: Tokenizer | None) -> None:
+    """Starts processes that requests may need: when this router takes over, all of those come at once."""
+    if engines.model is not None and engines.model.supports_constraints:
+        constraints.warm_up()
+    if tokenizer is not None and tokenizer.chat is not None:
+        tokenizer.chat.warm_up()
 
 
 def pages_of(config: RouterConfig, engines: Engines) -> Mapping[str, Page]:

@@ -106,7 +106,7 @@ class _Worker(NamedTuple):
 
 
 class ChatRenderer:
-    """Makes texts of chats, in processes that start when there is something to do.
+    """Makes texts of chats, in processes that start at the latest when there is something to do.
 
     Args:
         settings: The templates.
@@ -117,6 +117,15 @@ class ChatRenderer:
         self._room = asyncio.Semaphore(MAX_WORKERS)
         self._workers: list[_Worker] = []
         self._idle: list[_Worker] = []
+        self._warming: asyncio.Task[None] | None = None
+
+    def warm_up(self) -> None:
+        """Starts a process, if none was started, so that the first chat need not wait for that."""
+        if self._warming is None and not self._workers:
+            self._warming = asyncio.create_task(self._warm_up())
+
+    async def _warm_up(self) -> None:
+        self._idle.append(await self._start())
 
     async def render(self, chat: serving_pb2.Chat, max_chars: int) -> str:
         """Returns a chat's text; of one that is longer than may be, the beginning, which is, too.
@@ -142,6 +151,8 @@ class ChatRenderer:
 
     async def close(self) -> None:
         """Ends the processes."""
+        if self._warming is not None:
+            await asyncio.wait((self._warming,))
         for worker in list(self._workers):
             with suppress(ProcessLookupError):
                 worker.process.kill()

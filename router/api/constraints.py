@@ -28,7 +28,7 @@ WORKER = "router.api.grammar_worker"
 
 
 class _Worker:
-    """A process that builds grammars, started when there is one to build and when it has ended."""
+    """A process that builds grammars, started at the latest when there is one to build."""
 
     def __init__(self) -> None:
         self._process: Popen[bytes] | None = None
@@ -45,6 +45,11 @@ class _Worker:
                     return "", f"it takes more than {MAX_WORK_S:g} s to build; {SIMPLER}"
         return "", f"its process ended with code {code}, twice; {SIMPLER}"
 
+    def start(self) -> None:
+        """Starts the process, if there is none."""
+        with self._lock:
+            self._start()
+
     def end(self) -> None:
         """Ends the process."""
         if (process := self._process) is not None:
@@ -53,15 +58,19 @@ class _Worker:
                 if self._process is not None:
                     self._stop()
 
-    def _ask(self, line: bytes) -> bytes:
-        """Returns the answer; empty where the process has ended."""
+    def _start(self) -> Popen[bytes]:
         if self._process is None:
             command, environment = (sys.executable, "-m", WORKER), worker_environment()
             self._process = Popen(command, stdin=PIPE, stdout=PIPE, env=environment)
-        stdin, stdout = self._process.stdin, self._process.stdout
+        return self._process
+
+    def _ask(self, line: bytes) -> bytes:
+        """Returns the answer; empty where the process has ended."""
+        process = self._start()
+        stdin, stdout = process.stdin, process.stdout
         assert stdin is not None
         assert stdout is not None
-        timer = Timer(STUCK_S, self._process.kill)
+        timer = Timer(STUCK_S, process.kill)
         timer.start()
         try:
             stdin.write(line)
@@ -90,6 +99,10 @@ class _Kept:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="constraints")
         self.worker = _Worker()
 
+    def warm_up(self) -> None:
+        """Starts the process, in a thread."""
+        self._thread.submit(self.worker.start)
+
     async def grammar_of(self, kind: str, text: str) -> str:
         """Returns the grammar of a constraint, built if it is not known.
 
@@ -114,6 +127,11 @@ _kept = _Kept()
 def end_worker() -> None:
     """Ends the process that builds grammars; the next one to build starts another."""
     _kept.worker.end()
+
+
+def warm_up() -> None:
+    """Starts the process that builds grammars, so that the first one need not wait for that."""
+    _kept.warm_up()
 
 
 async def read_constraint(message: serving_pb2.GenerateRequest, model: ServedModel) -> str:

@@ -55,6 +55,7 @@ class Engines:
         events: What last happened to this router as a whole.
         is_draining: Whether this router was told to stop.
         is_shutting_down: Whether new requests are refused, because this router is about to stop.
+        on_standby: Called when other routers drive all groups, each time that more is known of these.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Engines:
         self._live: dict[tuple[Caller, str], Request] = {}
         self.is_draining = self.is_shutting_down = False
         self.events = Events(asyncio.get_running_loop().time)
+        self.on_standby: Callable[[], None] = lambda: None
         self._on_readiness: Callable[[bool], None] | None = None
         self._was_ready = False
         self._readiness_timer: asyncio.TimerHandle | None = None
@@ -104,6 +106,7 @@ class Engines:
         self._move_waiting()
         if self.is_standby:
             self.listeners.wake_all()  # streams on which nothing runs end
+            self.on_standby()
         self._check_readiness()
 
     def _check_readiness(self) -> None:

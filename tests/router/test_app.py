@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -11,12 +13,13 @@ import pytest
 from protos.serving.v1 import serving_pb2 as pb
 from protos.serving.v1 import serving_pb2_grpc
 from protos.transport.error_details import error_details
+from router.api import constraints
 from router.api.health import Health
-from router.app import StopSignals, drain, server_options
+from router.app import StopSignals, drain, server_options, warm_up
 from router.client import Client, Many, Unavailable
 from router.config import RouterConfig
 from tests.router.support.calls import prompt
-from tests.router.support.fake_engines import FakeEngines, generation, listening, serve
+from tests.router.support.fake_engines import MODEL, FakeEngines, generation, listening, serve
 
 LONG_S = 3600.0  # longer than any test here takes
 GROUPS = (("127.0.0.1:1",),)
@@ -88,6 +91,23 @@ async def until_not_ready(router: Router) -> None:
 async def until_refusing(router: Router) -> None:
     while not router.engines.is_shutting_down:
         await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("supports_constraints", [False, True])
+def test_a_router_that_stands_by_starts_the_processes_that_its_requests_may_need(
+    supports_constraints: bool, monkeypatch: pytest.MonkeyPatch
+):
+    started: list[str] = []
+    monkeypatch.setattr(constraints, "warm_up", lambda: started.append("grammars"))
+    chat: Any = SimpleNamespace(warm_up=lambda: started.append("chats"))
+    model = replace(MODEL, supports_constraints=supports_constraints)
+    tokenizer: Any = SimpleNamespace(chat=chat)
+    engines: Any = SimpleNamespace(model=None)
+    warm_up(engines, None)
+    assert not started  # of a model that is not known yet, and without templates
+    engines.model = model
+    warm_up(engines, tokenizer)
+    assert started == ["grammars"] * supports_constraints + ["chats"]
 
 
 async def test_load_balancers_are_told_before_any_request_is_refused(router: Router):

@@ -284,6 +284,21 @@ async def test_a_worker_that_ends_as_it_starts_is_replaced(
     assert len(processes) == 2
 
 
+async def test_a_process_that_was_started_before_the_first_chat_renders_it(
+    chatting: Any, tokenizer: Tokenizer
+):
+    _, stub = chatting
+    assert tokenizer.chat is not None
+    tokenizer.chat.warm_up()
+    tokenizer.chat.warm_up()
+    while not tokenizer.chat._idle:
+        await asyncio.sleep(0.001)
+    [worker] = tokenizer.chat._workers
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
+    assert (await stub.CountTokens(pb.CountTokensRequest(chat=chat))).num_tokens == 2
+    assert tokenizer.chat._workers == [worker]
+
+
 async def test_a_caller_that_left_leaves_no_error_behind(
     chatting: Any, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ):

@@ -207,6 +207,20 @@ async def test_what_takes_for_ever_or_ends_the_process_that_builds_harms_nobody_
         process.send_signal(signal.SIGSTOP if text == "built after" else signal.SIGKILL)
 
 
+def test_a_process_that_was_started_before_the_first_grammar_builds_it():
+    kept = _Kept()
+    try:
+        kept.warm_up()
+        kept.warm_up()
+        kept._thread.submit(lambda: None).result()  # behind them
+        process = kept.worker._process
+        assert process is not None
+        assert kept.worker.build("regex", "a") == (build_grammar("regex", "a"), "")
+        assert kept.worker._process is process
+    finally:
+        kept.worker.end()
+
+
 async def test_only_so_many_grammars_are_kept(monkeypatch: pytest.MonkeyPatch):
     built: list[str] = []
     kept = _Kept()

@@ -14,7 +14,7 @@ from router.engine.engines import Engines
 from router.errors import GroupHeld, Moved
 from router.requests.request import Listeners, Request
 from router.requests.waiting_queue import WaitingQueue
-from router.scheduling.step import GroupInfo
+from router.scheduling.step import GroupInfo, ServedModel
 from tests.router.support.fake_executors import FakeExecutors
 from tests.router.support.requests import make_request
 from tests.router.support.running_engines import complete, drive_group, two_groups
@@ -121,10 +121,13 @@ async def test_requests_that_come_while_a_router_takes_over_wait_for_what_comes_
 async def test_what_a_router_that_stands_by_takes_is_for_the_model_of_the_one_that_drives() -> None:
     executors = Contested(is_held=True)
     async with one_group(executors) as (engines, _, _task):
+        known: list[ServedModel | None] = []
+        engines.on_standby = lambda: known.append(engines.model)
         assert engines.model is None
         executors.held_model = (await Contested().form()).model
         await asyncio.sleep(1)
         assert engines.model == executors.held_model
+        assert known[-1] == executors.held_model
         with pytest.raises(Moved):
             engines.check_room()
 
