@@ -34,6 +34,8 @@ from router.scheduling.step_budget import (
 )
 from router.scheduling.step_builder import Chunk, StepBuilder
 
+UNKNOWN_CHUNK = 1024  # prompt tokens of a rank while it is not known what steps take
+
 
 class _Layout(NamedTuple):
     """What a step could run of prompts.
@@ -120,6 +122,8 @@ class PromptPlanner:
             counts = self._decide(held, num_stuck=0)
             return None, self._take_chunks(held.prompts, counts, runs, num_decodes)
         order, chunk = self._order, self._shape.max_num_batched_tokens
+        if self._settings.go_by_time:
+            chunk = min(chunk, UNKNOWN_CHUNK)
         order.learn()
         self._waiting.order_by_length(order.seconds_behind(1))
         prompts, budget = order.bound(rows), None
@@ -135,7 +139,10 @@ class PromptPlanner:
             limits = self._drafting.take_turn(runs, has_waiting=len(self._waiting) > 0)
             if limits is not None:
                 return limits, []
-        counts = self._fill(prompts, num_decodes, budget, num_stuck)
+        if budget is None:
+            counts = self._fill_evenly(prompts, num_decodes, chunk)
+        else:
+            counts = self._fill(prompts, num_decodes, budget, num_stuck)
         return None, self._take_chunks(prompts, counts, runs, num_decodes)
 
     def _take_held(self, rows: list[int], num_decodes: list[int]) -> _Layout | None:
@@ -170,22 +177,26 @@ class PromptPlanner:
             self._shape.max_num_batched_tokens,
         )
 
+    def _fill_evenly(
+        self, prompts: list[list[Prompt]], num_decodes: list[int], chunk: int
+    ) -> list[int]:
+        """Returns how many prompt tokens each rank runs: up to one number of tokens for all ranks."""
+        fullest = max(num_decodes)
+        most = min(self._shape.max_num_batched_tokens, fullest + chunk)
+        floor = fullest + self._settings.min_chunk_tokens  # of prompts; a level is of all tokens
+        left = [sum(prompt.left for prompt in rank) for rank in prompts]
+        level = fill_level(num_decodes, left, max_tokens=most, floor=floor)
+        return [level - num for num in num_decodes]
+
     def _fill(
         self,
         prompts: list[list[Prompt]],
         num_decodes: list[int],
-        budget: Budget | None,
+        budget: Budget,
         num_stuck: int,
     ) -> list[int]:
         """Returns how many prompt tokens each rank runs; none if they are held."""
-        floor = self._settings.min_chunk_tokens
-        if budget is None:
-            most = self._shape.max_num_batched_tokens
-            left = [sum(prompt.left for prompt in rank) for rank in prompts]
-            floor += max(num_decodes)  # the setting is of prompts, a level of all tokens
-            level = fill_level(num_decodes, left, max_tokens=most, floor=floor)
-            return [level - num for num in num_decodes]
-        counts = fill(budget, prompts, floor)
+        counts = fill(budget, prompts, self._settings.min_chunk_tokens)
         if not any(counts):
             return counts
         rows = sorted(prompt.row for prompt in chain.from_iterable(prompts))
