@@ -72,7 +72,7 @@ def mean_error(cost: StepCost, rng: random.Random, factor: float = 1.0) -> float
 @pytest.mark.parametrize("start", [0.25, 1.5, 4.0])
 def test_coefficients_are_learnt_from_a_wrong_start(start: float) -> None:
     rng = random.Random(1)
-    cost = StepCost(START * start)
+    cost = StepCost([start * each for each in START])
     learn(cost, rng, 1400)
     assert cost.coefficients() == pytest.approx(TRUE, rel=0.08)
     assert mean_error(cost, rng) < 0.01
@@ -123,6 +123,17 @@ def test_an_hour_without_prompts_leaves_what_is_known_of_them() -> None:
     assert mean_error(cost, rng) < 0.02
 
 
+def test_how_often_somebody_asks_changes_nothing() -> None:
+    rng, asked, unasked = random.Random(6), StepCost(), StepCost()
+    for number, plan in enumerate(steps(rng, 600)):
+        took = seconds(plan) * (2 if number > 300 else 1) * rng.lognormvariate(0, 0.02)
+        asked.add(plan, took)
+        unasked.add(plan, took)
+        assert asked.margin >= 1
+    assert asked.coefficients() == unasked.coefficients()
+    assert (asked.margin, asked.error) == (unasked.margin, unasked.error)
+
+
 @pytest.mark.parametrize("num_plain", [0, KNOWN_STEPS, 1000])
 def test_nobody_goes_by_it_before_enough_steps_were_seen(num_plain: int) -> None:
     cost = StepCost()
@@ -138,7 +149,7 @@ def test_padded_rows_count_as_rows() -> None:
     even = step([10, 10], [0, 0], None)
     assert cost.predict(plain) == cost.predict(even)
     graph = Agreement((10, 2), (10, 2), False, PaddingMode.MAX_LEN, 16)
-    per_row = (START * SCALES)[PARTS.index("row")] + (START * SCALES)[PARTS.index("mean")]
+    per_row = sum(START[i] * SCALES[i] for i in map(PARTS.index, ("row", "mean")))
     padded = replace(plain, agreement=graph)
     assert cost.predict(padded) - cost.predict(plain) == pytest.approx(6 * per_row)
 
