@@ -491,6 +491,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
                 _check_rendezvous(request)
             self._lease.check(request.router_id)
             self._epochs.join(request.epoch)
+            self._description.joined_max_model_len = request.max_model_len
             if request.kv_id != self._description.kv_id:
                 self._description.kv_id = uuid.uuid4().hex
             if self._stream is not None:

@@ -22,6 +22,7 @@ BOUNDS = {
     "num_kv_blocks": (2, MAX_SIZE),
     "num_rows": (1, MAX_SEQUENCES),
     "kv_window": (0, MAX_TOKENS),
+    "joined_max_model_len": (0, MAX_TOKENS),
     "model.vocab_size": (1, MAX_TOKENS),
     "model.max_model_len": (1, MAX_TOKENS),
     "model.block_size": (1, 1 << 16),

@@ -254,7 +254,7 @@ class ExecutorGroup:
         max_len = 0 if self._policy is None else self._policy.max_len
         info = describe_group(members, self._epoch, self._settings.model_name, max_len)
         await all_of([self._bring_up(member) for member in members])
-        self._kv_ids = await self._join(members)
+        self._kv_ids = await self._join(members, info.model.max_model_len)
         self._members = members
         self._known = {
             member.address: as_formed(member, self._epoch, self._router_id) for member in members
@@ -680,12 +680,14 @@ class ExecutorGroup:
     def _note_model(self, held: Sequence[Member]) -> None:
         """Notes what these executors serve, so that requests can be taken as soon as they are."""
         place = held[0].description.coordinates
+        max_len = max(member.description.joined_max_model_len for member in held)
         if len(held) == place.dp_size * place.attn_tp_size:  # of fewer, less may be true
             with suppress(GroupMismatch):  # as between two epochs of theirs
-                info = describe_group(held, self._epoch, self._settings.model_name)
+                info = describe_group(held, self._epoch, self._settings.model_name, max_len)
                 self.held_model = info.model
-                if self._policy is not None:  # who does not fit in it takes no place here either
-                    self._policy.max_len = info.model.max_model_len
+                max_len = info.model.max_model_len
+        if self._policy is not None and max_len:  # who does not fit takes no place here either
+            self._policy.max_len = max_len
 
     def _is_held(self, member: Member) -> bool:
         """Whether another router drives a member."""
@@ -711,7 +713,7 @@ class ExecutorGroup:
         )
         return (await answer_of(call, f"Prepare of {first}")).store_address
 
-    async def _join(self, members: Sequence[Member]) -> dict[str, str]:
+    async def _join(self, members: Sequence[Member], max_model_len: int) -> dict[str, str]:
         """Joins all members. Returns by address which KV each has, as their descriptions say from then on."""
         secret = secrets.token_bytes(SECRET_BYTES)  # kept by nobody once the group has formed
         first = members[0].description
@@ -732,6 +734,7 @@ class ExecutorGroup:
                 router_id=self._router_id,
                 kv_id=told.kv_id if is_known else "",
                 placement=member.placement,
+                max_model_len=max_model_len,
             )
             stub, timeout_s = self._connections.stubs[member.address], self._settings.form_timeout_s
             try:

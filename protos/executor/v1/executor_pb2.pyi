@@ -288,6 +288,7 @@ class DescribeResponse(_message.Message):
     STORE_ADDRESS_FIELD_NUMBER: _builtins.int
     CAPABILITY_FIELD_NUMBER: _builtins.int
     RESIDENT_EXPERTS_FIELD_NUMBER: _builtins.int
+    JOINED_MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Random at each start of the process. A router that sees a new one knows that the KV cache
     behind this address is gone.
@@ -327,6 +328,8 @@ class DescribeResponse(_message.Message):
     """[max_expert_slots] The expert that is loaded in each of its slots, -1 for none; empty if it is not
     elastic. In a group's slots they are those of its map.
     """
+    joined_max_model_len: _builtins.int
+    """JoinRequest.max_model_len of the last Join; 0 before that, or if its router did not say."""
     @_builtins.property
     def coordinates(self) -> Global___Coordinates:
         """Where this executor stands in its group. Of an elastic one, where the last Join placed it; before
@@ -387,10 +390,11 @@ class DescribeResponse(_message.Message):
         store_address: _builtins.str = ...,
         capability: Global___Capability | None = ...,
         resident_experts: _builtins.bytes = ...,
+        joined_max_model_len: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "capability", b"capability", "coordinates", b"coordinates", "driver", b"driver", "graph_sizes", b"graph_sizes", "model", b"model", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreement", b"agreement", "agreement_digest", b"agreement_digest", "budget", b"budget", "capability", b"capability", "coordinates", b"coordinates", "driver", b"driver", "epoch", b"epoch", "graph_sizes", b"graph_sizes", "instance_id", b"instance_id", "kv_id", b"kv_id", "kv_window", b"kv_window", "model", b"model", "num_kv_blocks", b"num_kv_blocks", "num_rows", b"num_rows", "peer_host", b"peer_host", "resident_experts", b"resident_experts", "speculation", b"speculation", "store_address", b"store_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreement", b"agreement", "agreement_digest", b"agreement_digest", "budget", b"budget", "capability", b"capability", "coordinates", b"coordinates", "driver", b"driver", "epoch", b"epoch", "graph_sizes", b"graph_sizes", "instance_id", b"instance_id", "joined_max_model_len", b"joined_max_model_len", "kv_id", b"kv_id", "kv_window", b"kv_window", "model", b"model", "num_kv_blocks", b"num_kv_blocks", "num_rows", b"num_rows", "peer_host", b"peer_host", "resident_experts", b"resident_experts", "speculation", b"speculation", "store_address", b"store_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -752,6 +756,7 @@ class JoinRequest(_message.Message):
     KV_ID_FIELD_NUMBER: _builtins.int
     PLACEMENT_FIELD_NUMBER: _builtins.int
     ROUTER_ID_FIELD_NUMBER: _builtins.int
+    MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Above every epoch used before with this group; the one given to Prepare, if that was called."""
     store_address: _builtins.str
@@ -766,6 +771,10 @@ class JoinRequest(_message.Message):
     """
     router_id: _builtins.bytes
     """AttendRequest.router_id of the router that calls."""
+    max_model_len: _builtins.int
+    """Prompt and output tokens of one sequence together that the group takes from this epoch on. Other
+    routers that take it find them in DescribeResponse.
+    """
     @_builtins.property
     def peer_hosts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """DescribeResponse.peer_host of each member."""
@@ -784,10 +793,11 @@ class JoinRequest(_message.Message):
         kv_id: _builtins.str = ...,
         placement: Global___Placement | None = ...,
         router_id: _builtins.bytes = ...,
+        max_model_len: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "kv_id", b"kv_id", "peer_hosts", b"peer_hosts", "placement", b"placement", "router_id", b"router_id", "secret", b"secret", "store_address", b"store_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "kv_id", b"kv_id", "max_model_len", b"max_model_len", "peer_hosts", b"peer_hosts", "placement", b"placement", "router_id", b"router_id", "secret", b"secret", "store_address", b"store_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -284,3 +284,17 @@ async def test_kv_has_its_id_for_as_long_as_each_join_names_it(fake: Any):
     assert await described() == first
     other = await join(4, "")
     assert len({first, other, await join(5, first)}) == 3
+
+
+async def test_the_longest_sequence_that_a_router_takes_is_told_to_the_next_one(fake: Any):
+    _, client = fake
+
+    async def described() -> int:
+        return (await client.executor.Describe(pb.DescribeRequest())).joined_max_model_len
+
+    assert await described() == 0
+    for epoch, max_model_len in ((1, 16), (2, 0)):
+        request = join_request(epoch)
+        request.max_model_len = max_model_len
+        await client.executor.Join(request)
+        assert await described() == max_model_len

@@ -43,6 +43,7 @@ def test_what_real_executors_say_is_within_the_bounds() -> None:
         ("num_rows", 0),
         ("num_rows", 2**22),
         ("kv_window", 2**31),
+        ("joined_max_model_len", 2**31),
         *((f"coordinates.{name}", n) for name in ("dp_size", "attn_tp_size") for n in (0, 2**22)),
         *((f"model.{name}", 0) for name in ("vocab_size", "max_model_len", "block_size")),
         *((f"model.{name}", 2**31) for name in ("vocab_size", "max_model_len", "block_size")),

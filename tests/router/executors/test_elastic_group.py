@@ -310,6 +310,36 @@ async def test_sequences_of_a_group_that_grows_by_larger_executors_are_no_longer
         assert (await world.group.form()).addresses == (large, again)
 
 
+@pytest.mark.parametrize("is_told", [True, False])
+async def test_a_router_that_takes_a_group_takes_sequences_as_long_as_its_driver_did(
+    is_told: bool,
+) -> None:
+    """Which its present members need not show: the group may have begun with smaller ones."""
+    async with ElasticPeers(Strength(2, 1), PATIENT) as world:
+        small, large = [await world.start() for _ in range(2)]
+        world.at(small).describes = has_blocks(5)
+        await world.group.form()
+        await world.stop(small)
+        assert (await world.group.form()).model.max_model_len == 16
+        if not is_told:  # by a driver of an older release
+            world.at(large).joined_max_model_len = 0
+        at_once = replace(PATIENT, first_form_wait_s=0)
+        other = ExecutorGroup(world.addresses, at_once, strength=Strength(2, 1), router_id=b"other")
+        try:
+            with pytest.raises(GroupHeld):
+                await other.form()
+            assert other.held_model is not None
+            assert other.held_model.max_model_len == (16 if is_told else 48)
+            again = await world.start()
+            world.at(again).describes = has_blocks(5)
+            world.at(large).driver.has_stream = False
+            info = await other.form()
+        finally:
+            await other.close()
+        assert info.addresses == ((large, again) if is_told else (large,))
+        assert info.model.max_model_len == (16 if is_told else 48)
+
+
 async def test_a_router_that_takes_a_group_gives_no_place_to_who_is_too_small_for_it() -> None:
     async with ElasticPeers(Strength(2, 1), PATIENT) as world:
         member, lost, small = [await world.start() for _ in range(3)]

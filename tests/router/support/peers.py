@@ -90,6 +90,7 @@ class Peer:
         places: Of experts, as it was told them last.
         resident: [num_slots] experts that it holds; -1: none.
         driver: The router that took it last; others may as soon as that has no stream.
+        joined_max_model_len: What the last Join said of the longest sequence.
         num_standbys: Told with its beats.
 
     Args:
@@ -123,6 +124,7 @@ class Peer:
         self.prepared: list[int] = []
         self.joined: list[int] = []
         self.store_address = ""
+        self.joined_max_model_len = 0
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.dies = asyncio.Event()
@@ -160,6 +162,7 @@ class Peer:
             kv_id=self.kv_id,
             epoch=self.newest,
             driver=self.driver,
+            joined_max_model_len=self.joined_max_model_len,
         )
         if self.resident:
             described.capability.min_dp_size, described.capability.max_dp_size = 1, 8
@@ -182,6 +185,7 @@ class Peer:
             self.advance(request.epoch, least=self.newest)
             self.joined.append(request.epoch)
             self.store_address = request.store_address
+            self.joined_max_model_len = request.max_model_len
             if self.resident:
                 self._take_place(request.placement)
             if self.kv_id and self.kv_id != request.kv_id:
