@@ -2,9 +2,12 @@
 
 import asyncio
 import struct
+from asyncio import StreamReader, StreamWriter
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, suppress
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 from urllib.error import HTTPError
 
 import grpc
@@ -186,6 +189,81 @@ async def test_envoy_tells_nothing_without_a_password_but_that_it_is_ready(gatew
     with pytest.raises(HTTPError, match="404"):
         await gateway.page("/config_dump", f"{SCRAPER}:{PASSWORD}")
     assert await gateway.counted("http_basic_auth_denied") == 20
+
+
+RETRIES = "cluster_upstream_rq_retry", "routers"
+
+
+async def test_a_router_that_dies_just_after_another_one_changed_gets_no_more_calls(
+    tmp_path: Path,
+) -> None:
+    """Envoy would by itself note within a second what it learns of routers within one."""
+    is_ready = True
+    async with AsyncExitStack() as routers, AsyncExitStack() as exits:
+        dies = await routers.enter_async_context(serving())
+        other = await exits.enter_async_context(serving(is_ready=lambda: is_ready))
+        gateway = await exits.enter_async_context(envoy_before([dies, other], tmp_path))
+        channel = await exits.enter_async_context(calling(gateway.address))
+        await _until_healthy(gateway, 2)
+        is_ready = False
+        await _until_healthy(gateway, 1)
+        await routers.aclose()
+
+        assert await ask(channel) == b"hello"
+        assert await gateway.counted(*RETRIES) < 10
+
+
+async def test_a_call_that_a_router_died_of_is_sent_to_no_other(tmp_path: Path) -> None:
+    """It may be why. Its caller knows how often it broke off, and sends it again if that makes sense."""
+    async with (
+        serving() as router,
+        _Relay(router) as relay,
+        envoy_before([relay.address], tmp_path) as gateway,
+        calling(gateway.address) as channel,
+    ):
+        assert await ask(channel) == b"hello"
+        before = await gateway.counted(*RETRIES)
+        relay.is_dying = True
+        error = await refusal(channel)
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert await gateway.counted(*RETRIES) == before
+
+
+async def _until_healthy(gateway: Envoy, count: int) -> None:
+    while await gateway.counted("cluster_membership_healthy", "routers") != count:
+        await asyncio.sleep(0.01)
+
+
+class _Relay:
+    """A way to a router, which dies of the next bytes once this is said.
+
+    Attributes:
+        address: Where it listens.
+        is_dying: Whether it is.
+    """
+
+    def __init__(self, router: str) -> None:
+        self._router = router
+        self.is_dying = False
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._take, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+
+    async def _take(self, reader: StreamReader, writer: StreamWriter) -> None:
+        host, _, port = self._router.rpartition(":")
+        there, back = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(self._pass(reader, back), self._pass(there, writer))
+
+    async def _pass(self, reader: StreamReader, writer: StreamWriter) -> None:
+        with suppress(ConnectionError):
+            while (data := await reader.read(1 << 16)) and not self.is_dying:
+                writer.write(data)
+        writer.close()
 
 
 async def test_no_limit_of_time_ends_a_request_that_waits_or_is_answered_for_long() -> None:

@@ -1,7 +1,7 @@
 """Echo server behind a port's settings, and its callers."""
 
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,6 @@ async def echo(request: bytes, context: Any) -> bytes:
     return request
 
 
-async def check(request: bytes, context: Any) -> bytes:
-    return health_pb2.HealthCheckResponse(status="SERVING").SerializeToString()
-
-
 async def tell_caller(request: bytes, context: Any) -> bytes:
     return "|".join(caller_of(context)).encode()
 
@@ -58,12 +54,22 @@ async def reflect(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator
 
 
 @asynccontextmanager
-async def serving(refused: Counter[str] | None = None, **settings: Any) -> AsyncIterator[str]:
+async def serving(
+    refused: Counter[str] | None = None,
+    is_ready: Callable[[], bool] = lambda: True,
+    **settings: Any,
+) -> AsyncIterator[str]:
     """Yields the address of a server, with these settings, that sends back what it gets.
 
     Args:
         refused: Gets the reasons of calls that are refused.
+        is_ready: What it says of its health. It answers all the same.
     """
+
+    async def check(request: bytes, context: Any) -> bytes:
+        status: Any = "SERVING" if is_ready() else "NOT_SERVING"
+        return health_pb2.HealthCheckResponse(status=status).SerializeToString()
+
     config = ServiceConfig(listen=ANY, **settings)
     reasons = Counter[str]() if refused is None else refused
     refusals = Refusals(lambda reason: reasons.update([reason]))
