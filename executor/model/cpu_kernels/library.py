@@ -60,6 +60,7 @@ KERNELS = {
     "add_norm": "pipppiif",
     "arg_max": "pipii",
     "attention": "iiiiipf iiiiippppp pppiiipppp",
+    "attention_float32": "iiiiipf iiiiippppp pppiiipppp",
     "linear": "piippppiiii",
     "moe": "ppppppppppiiiiifff",
     "prepare_heads": "piipppiiiiif",

@@ -1,7 +1,7 @@
 """Kernels and peers of a model: the implementation of each part by device, and the other executors.
 
-CPU     its own kernels (``model/cpu_kernels``) for bfloat16; PyTorch for float32 and elsewhere,
-        with experts as grouped products
+CPU     its own kernels (``model/cpu_kernels``) for bfloat16; PyTorch for float32 (but attention) and
+        elsewhere, with experts as grouped products
 CUDA    FlashInfer's norms, rotation and activation where it is installed, PyTorch's elsewhere;
         experts as PyTorch's grouped products, or as FlashInfer's kernels, CUTLASS or CuTe-DSL
 

@@ -1,6 +1,7 @@
 """The attention backend of the CPU: one call of a kernel for each layer, or plain PyTorch."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import structlog
@@ -13,7 +14,8 @@ from executor.model.layers.attention import PLAIN, Attention, LayerOptions
 from executor.model.layers.attention_torch import TorchAttention, check_tree
 
 _LOG = structlog.stdlib.get_logger(__name__)
-_WIDTH_STEP = 32  # widths that the kernel takes are multiples of it
+_WIDTH_STEP = 32  # widths that the kernels take are multiples of it
+_KERNELS = {torch.bfloat16: "attention", torch.float32: "attention_float32"}
 
 
 def cpu_attention(
@@ -23,7 +25,7 @@ def cpu_attention(
     scale: float | None = None,
     layers: Sequence[LayerOptions] = (),
 ) -> Attention:
-    """Returns attention by the kernel where that runs, else in plain PyTorch after a line in the log.
+    """Returns attention by a kernel where one runs, else in plain PyTorch after a line in the log.
 
     Args:
         num_heads: H.
@@ -31,7 +33,7 @@ def cpu_attention(
         scale, layers: As ``TorchAttention`` takes them.
     """
     keys, values = shape.parts[0], shape.value_width
-    kernels = load() if keys.dtype is torch.bfloat16 else None
+    kernels = load() if keys.dtype in _KERNELS else None
     if kernels is not None:
         if not (keys.width % _WIDTH_STEP or values % _WIDTH_STEP):
             return CpuAttention(kernels, num_heads, shape, scale=scale, layers=layers)
@@ -55,7 +57,7 @@ class CpuAttention(TorchAttention):
 
     def __init__(self, kernels: Library, num_heads: int, shape: KVShape, **options: Any) -> None:
         super().__init__(num_heads, shape, **options)
-        self._kernels = kernels
+        self._attend_all = partial(kernels, _KERNELS[shape.parts[0].dtype])
         self._layers = (*self._layers, PLAIN)  # the last: of those behind
         # What the kernel takes of each layer, and of the batch for each group of them.
         self._of_layers = []
@@ -98,14 +100,16 @@ class CpuAttention(TorchAttention):
         out = q.new_empty(num_rows, num_heads * self.value_width)
         rows = [None if x is None else _by_head(x) for x in (q, k, v)]
         assert all(x is None or x.shape[0] == of_group[0] for x in rows), "a row for each slot"
+        assert all(x is None or x.dtype is caches[0].dtype for x in rows), (
+            "read as such, by pointers"
+        )
         strides = [0 if x is None else x.stride(0) for x in rows]
         memory = caches[0], caches[-1], table, out
-        self._kernels("attention", *of_layer, *of_group, *rows, *strides, *memory)
+        self._attend_all(*of_layer, *of_group, *rows, *strides, *memory)
         return out
 
 
 def _by_head(x: torch.Tensor) -> torch.Tensor:
-    """Returns bfloat16 [T, heads, width] with the heads of a row side by side."""
-    assert x.dtype is torch.bfloat16
+    """Returns [T, heads, width] with the heads of a row side by side."""
     is_dense = x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2])
     return x if is_dense else x.contiguous()

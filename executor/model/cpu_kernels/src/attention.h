@@ -10,7 +10,8 @@
 //     weights   [pair][row]     of keys; a softmax that is kept up to date from tile to tile
 //     sums      [row][column]   weights times values, whose rows are paired in registers
 //
-// Nothing of the cache is copied or transposed. Latents, whose values are the first columns of
+// Keys, values, queries and results are bfloat16 or float32; sums are float32. Nothing of the cache is
+// copied or transposed. Latents, whose values are the first columns of
 // their keys, come from memory once, for all heads.
 //
 // Source: Milakov and Gimelshein 2018, algorithm 3 (the softmax); Dao et al. 2022, algorithm 1.
@@ -38,12 +39,13 @@ struct AttentionBatch {
   const bool* tree;
 };
 
+template <class T>
 struct AttentionRows {
-  const bf16 *q, *k, *v;  // heads side by side; k null: nothing is written; v null: k has them
+  const T *q, *k, *v;  // heads side by side; k null: nothing is written; v null: k has them
   int64_t q_stride, k_stride, v_stride;  // from row to row
-  bf16 *keys, *values;                   // caches [slots, KV heads, width]; the same for latents
+  T *keys, *values;                      // caches [slots, KV heads, width]; the same for latents
   const int32_t* table;                  // [.., columns]
-  bf16* out;                             // [rows, heads * value_width]
+  T* out;                                // [rows, heads * value_width]
 };
 
 // What one thread attends at a time: some queries of a sequence, which has `count` from `row` on;
@@ -54,14 +56,14 @@ struct AttentionItem {
 
 // A row has a lane of vectors, which have LANES. Lanes past the last row are as that one. Where
 // rows are few, LANES is 8, and vectors of 16 have them twice.
-template <class Sums, class Queries, int LANES = sizeof(Sums) / sizeof(float)>
+template <class T, class Sums, class Queries, int LANES = sizeof(Sums) / sizeof(float)>
 struct Attend {
   void run() {
     std::fill_n(sums_, item_.kv_heads * num_rows_ * layer_.value_width, 0.f);
     if (batch_.tree) find_path();
     for (int64_t lane = 0; lane < lanes_; lane++) begin_lane(lane);
     const int64_t start = lowest() / kTileKeys * kTileKeys;
-    TileRows tiles[2];
+    TileRows<T> tiles[2];
     if (start < highest()) locate(start, tiles[0]);
     for (int64_t tile = start, side = 0, next; tile < highest(); tile += kTileKeys, side = next) {
       next = tile + kTileKeys < highest() ? 1 - side : side;
@@ -73,7 +75,7 @@ struct Attend {
         const int64_t width = layer_.value_width, row = item_.row + query_of(r);
         const float total = totals_[m * lanes_ + r], *sums = sums_ + (m * num_rows_ + r) * width;
         const Floats scale = set(total > 0 ? 1 / total : total);  // without keys: 0
-        bf16* out = rows_.out + (row * layer_.heads + head_of(m, r)) * width;
+        T* out = rows_.out + (row * layer_.heads + head_of(m, r)) * width;
         for (int64_t c = 0; c < width; c += kLanes) store(out + c, load(sums + c) * scale);
       }
   }
@@ -98,17 +100,17 @@ struct Attend {
       const int64_t head = head_of(m, r), at = m * lanes_ + lane;
       peaks_[at] = layer_.sinks ? layer_.sinks[head] / layer_.scale : kHidden;
       totals_[at] = layer_.sinks != nullptr;
-      const bf16* query = rows_.q + (item_.row + query_of(r)) * rows_.q_stride;
+      const T* query = rows_.q + (item_.row + query_of(r)) * rows_.q_stride;
       query += head * layer_.key_width;
-      uint32_t* const packed = queries_ + at / LANES * LANES * pairs_ + at % LANES;
-      for (int64_t k = 0; lane < num_rows_ && k < pairs_; k++)
-        packed[k * LANES] = load_as<uint32_t>(query + 2 * k);
+      uint32_t* const packed = queries_ + at / LANES * LANES * words_ + at % LANES;
+      for (int64_t k = 0; lane < num_rows_ && k < words_; k++)
+        packed[k * LANES] = load_as<uint32_t>(query + kPer * k);
     }
   }
 
   // Looks up the rows of a tile. In place of keys that no row sees, there is the nearest that one
   // does: the others may hold anything.
-  void locate(int64_t tile, TileRows& tile_rows) const {
+  void locate(int64_t tile, TileRows<T>& tile_rows) const {
     const int64_t first = std::max(lowest(), tile), end = std::min(highest(), tile + kTileKeys);
     const int32_t* table = rows_.table + batch_.table_rows[item_.sequence] * batch_.columns;
     int64_t column = first / batch_.block_size, place = first % batch_.block_size;
@@ -137,28 +139,28 @@ struct Attend {
       if (seen[i]) path_.push_back(behind + i);
   }
 
-  void attend_tile(int64_t m, int64_t tile, const TileRows& rows, const TileRows& next) {
+  void attend_tile(int64_t m, int64_t tile, const TileRows<T>& rows, const TileRows<T>& next) {
     const int64_t value_at = m * value_stride_, width = layer_.value_width;
     const int begin = std::max<int64_t>(lowest() - tile, 0) & ~1;
     const int stop = (std::min<int64_t>(highest() - tile, kTileKeys) + 1) & ~1;
     const bool hides = tile + begin < first_[lanes_ - 1] || tile + stop > end_[0];
     for (int64_t b = 0; b < lanes_; b += kLanes) {
-      const TileRows& ahead = b ? rows : next;
-      const uint32_t* queries = queries_ + (m * lanes_ + b) * pairs_;
+      const TileRows<T>& ahead = b ? rows : next;
+      const uint32_t* queries = queries_ + (m * lanes_ + b) * words_;
       for (int j = begin / kKeyRows * kKeyRows; j < stop; j += kKeyRows)
-        score<Sums, Queries>(rows.keys + j, 2 * m * pairs_, queries, pairs_, scores_ + j * LANES,
-                             ahead.keys + j, ahead.values + j, value_at);
+        score<T, Sums, Queries>(rows.keys + j, m * layer_.key_width, queries, words_,
+                                scores_ + j * LANES, ahead.keys + j, ahead.values + j, value_at);
       if (hides) hide(b, tile, begin, stop);
       const int64_t at = m * lanes_ + b;
-      soften<LANES>(scores_, begin, stop, layer_.scale, peaks_ + at, totals_ + at, rescale_ + b,
-                    weights_ + b * kTileKeys / 2);
+      soften<T, LANES>(scores_, begin, stop, layer_.scale, peaks_ + at, totals_ + at,
+                       rescale_ + b, weights_ + b * kTileWords);
     }
     for (int64_t column = 0; column < width; column += kValueColumns)
       for (int64_t r = 0, count; r < num_rows_; r += count) {
         count = std::min<int64_t>(num_rows_ - r, kValueRows);
-        const uint32_t* weights = weights_ + r / LANES * LANES * kTileKeys / 2 + r % LANES;
+        const uint32_t* weights = weights_ + r / LANES * LANES * kTileWords + r % LANES;
         with_constant<kValueRows>(count, [&](auto constant) {
-          add_values<LANES, decltype(constant)::value>(
+          add_values<T, LANES, decltype(constant)::value>(
               weights, rows.values, value_at + column, begin, stop, rescale_ + r,
               sums_ + (m * num_rows_ + r) * width + column, width);
         });
@@ -173,19 +175,21 @@ struct Attend {
         if (tile + j < first_[b + l] || tile + j >= end_[b + l]) scores_[j * LANES + l] = kHidden;
   }
 
+  static constexpr int kPer = kPerWord<T>, kTileWords = kTileKeys / kPer;
+
   const AttentionLayer& layer_;
   const AttentionBatch& batch_;
-  const AttentionRows& rows_;
+  const AttentionRows<T>& rows_;
   const AttentionItem& item_;
-  const int64_t num_rows_ = item_.queries * item_.heads, pairs_ = layer_.key_width / 2;
+  const int64_t num_rows_ = item_.queries * item_.heads, words_ = layer_.key_width / kPer;
   const bool is_latent_ = rows_.keys == rows_.values;
   const int64_t value_stride_ = is_latent_ ? layer_.key_width : layer_.value_width;
   const int64_t lanes_ = (num_rows_ + kLanes - 1) / kLanes * kLanes;
   const int64_t all_lanes_ = item_.kv_heads * lanes_;
-  // [KV heads][lanes / LANES][pairs of columns][LANES]
-  uint32_t* const queries_ = scratch<uint32_t, 0>(all_lanes_ * pairs_);
-  // [lanes / LANES][pairs of keys][LANES]
-  uint32_t* const weights_ = scratch<uint32_t, 1>(lanes_ * kTileKeys / 2);
+  // [KV heads][lanes / LANES][words of columns][LANES]
+  uint32_t* const queries_ = scratch<uint32_t, 0>(all_lanes_ * words_);
+  // [lanes / LANES][words of keys][LANES]
+  uint32_t* const weights_ = scratch<uint32_t, 1>(lanes_ * kTileWords);
   float* const scores_ = scratch<float, 1>(kTileKeys * kLanes);
   // [KV heads][rows][value_width]
   float* const sums_ = scratch<float, 2>(item_.kv_heads * num_rows_ * layer_.value_width);
@@ -222,7 +226,8 @@ inline std::vector<AttentionItem> attention_items(const AttentionLayer& layer,
   return items;
 }
 
-void attention(AttentionLayer layer, AttentionBatch batch, AttentionRows rows) {
+template <class T>
+inline void attend(AttentionLayer layer, AttentionBatch batch, AttentionRows<T> rows) {
   const int64_t key = layer.kv_heads * layer.key_width, value = layer.kv_heads * layer.value_width;
 #pragma omp parallel for if (batch.rows > 64)
   for (int64_t t = 0; t < (rows.k ? batch.rows : 0); t++) {
@@ -237,8 +242,16 @@ void attention(AttentionLayer layer, AttentionBatch batch, AttentionRows rows) {
 #pragma omp parallel for schedule(dynamic, 1)
   for (size_t i = 0; i < items.size(); i++) {
     if (items[i].queries * items[i].heads <= 8)
-      Attend<Floats8, Words8>{layer, batch, rows, items[i]}.run();
+      Attend<T, Floats8, Words8>{layer, batch, rows, items[i]}.run();
     else
-      Attend<Floats, Words>{layer, batch, rows, items[i]}.run();
+      Attend<T, Floats, Words>{layer, batch, rows, items[i]}.run();
   }
+}
+
+void attention(AttentionLayer layer, AttentionBatch batch, AttentionRows<bf16> rows) {
+  attend(layer, batch, rows);
+}
+
+void attention_float32(AttentionLayer layer, AttentionBatch batch, AttentionRows<float> rows) {
+  attend(layer, batch, rows);
 }

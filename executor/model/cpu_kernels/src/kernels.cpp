@@ -23,11 +23,12 @@ void replay(const uint64_t* words, int64_t calls) {
       case 0: call(add_norm, words); break;
       case 1: call(arg_max, words); break;
       case 2: call(attention, words); break;
-      case 3: call(linear, words); break;
-      case 4: call(moe, words); break;
-      case 5: call(prepare_heads, words); break;
-      case 6: call(route, words); break;
-      case 7: call(silu_and_mul, words); break;
+      case 3: call(attention_float32, words); break;
+      case 4: call(linear, words); break;
+      case 5: call(moe, words); break;
+      case 6: call(prepare_heads, words); break;
+      case 7: call(route, words); break;
+      case 8: call(silu_and_mul, words); break;
       default: return;
     }
 }

@@ -2,6 +2,7 @@
 constexpr int kTileRows = 12;  // x 2 sums, 2 vectors of weights, a row's pair: 27 of 32 registers
 
 inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }  // a * b + c
+inline Floats8 fma(Floats8 a, Floats8 b, Floats8 c) { return _mm256_fmadd_ps(a, b, c); }
 inline Floats min(Floats a, Floats b) { return _mm512_min_ps(a, b); }  // b if either is NaN
 inline Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 inline Floats swap_halves(Floats x) { return _mm512_shuffle_f32x4(x, x, 0x4e); }

@@ -10,8 +10,12 @@ ROUNDING = 0.004  # relative error of a result that is rounded to bfloat16 once
 
 
 def random_bf16(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    return random_of(torch.bfloat16, *shape, seed=seed, scale=scale)
+
+
+def random_of(dtype: torch.dtype, *shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(*shape, generator=generator) * scale).bfloat16()
+    return (torch.randn(*shape, generator=generator) * scale).to(dtype)
 
 
 def random_shapes() -> Iterator[random.Random]:

@@ -11,12 +11,15 @@ from executor.model.cpu_kernels.library import Library
 from tests.executor.model.cpu_kernels.kernel_cases import (
     ROUNDING,
     num_threads,
-    random_bf16,
+    random_of,
     random_shapes,
     relative_error,
 )
 
 BLOCK_SIZE = 16
+TOLERANCE = {torch.bfloat16: ROUNDING, torch.float32: 3e-6}  # of the softmax's exp: 1e-6
+KERNELS = {torch.bfloat16: "attention", torch.float32: "attention_float32"}
+EVERY_TYPE = pytest.mark.parametrize("dtype", KERNELS, ids=str)
 
 
 @dataclass(frozen=True)
@@ -49,22 +52,22 @@ class Case:
     tree_mask: torch.Tensor | None = None
     options: dict[str, Any] = field(default_factory=dict)
     block_size: int = BLOCK_SIZE
+    dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
         columns = max(self.lengths) // self.block_size + 1
         order = torch.randperm(len(self.lengths) * columns, generator=torch.manual_seed(0))
-        keys = random_bf16(
-            (len(order) + 1) * self.block_size, self.heads.kv, self.heads.width, seed=1
-        )
+        size = (len(order) + 1) * self.block_size, self.heads.kv, self.heads.width
+        keys = random_of(self.dtype, *size, seed=1)
         values = keys
         if self.heads.values is None:
-            values = random_bf16(*keys.shape, seed=2)
+            values = random_of(self.dtype, *size, seed=2)
         num_rows = sum(self.counts or [1] * len(self.lengths))
         made = {
             "table": (order + 1).view(-1, columns).int(),
             "keys": keys,
             "values": values,
-            "q": random_bf16(num_rows, self.heads.query, self.heads.width, seed=3),
+            "q": random_of(self.dtype, num_rows, self.heads.query, self.heads.width, seed=3),
         }
         for name, tensor in made.items():
             object.__setattr__(self, name, tensor)
@@ -99,7 +102,8 @@ class Case:
         heads = self.heads
         out = keys.new_empty(len(slots), heads.query * (heads.values or heads.width))
         places = keys, values, self.table, out
-        kernels("attention", *heads.layer(**self.options), *batch, *rows, *strides, *places)
+        kernel = KERNELS[self.dtype]
+        kernels(kernel, *heads.layer(**self.options), *batch, *rows, *strides, *places)
         return out
 
     def expected(self) -> torch.Tensor:
@@ -143,12 +147,16 @@ SHAPES = {
 
 @pytest.mark.parametrize("heads", [GQA, MHA, LATENT, MANY_HEADS], ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_rows_are_those_of_float32(kernels: Library, heads: Heads, shape: tuple[Any, ...]):
-    case = Case(heads, *shape)
-    assert relative_error(case.run(kernels), case.expected()) < ROUNDING
+@EVERY_TYPE
+def test_rows_are_those_of_float32(
+    kernels: Library, heads: Heads, shape: tuple[Any, ...], dtype: torch.dtype
+):
+    case = Case(heads, *shape, dtype=dtype)
+    assert relative_error(case.run(kernels), case.expected()) < TOLERANCE[dtype]
 
 
-def test_attention_of_random_shapes_is_that_of_float32(kernels: Library):
+@EVERY_TYPE
+def test_attention_of_random_shapes_is_that_of_float32(kernels: Library, dtype: torch.dtype):
     """Blocks of any size; windows and sinks anywhere, so at the edges of blocks and tiles, too."""
     for rng in random_shapes():
         kv, width = rng.randint(1, 4), 32 * rng.randint(1, 4)
@@ -163,18 +171,21 @@ def test_attention_of_random_shapes_is_that_of_float32(kernels: Library):
         if rng.random() < 0.5:
             options["sinks"] = torch.linspace(-3, 3, heads.query)
         block_size = rng.choice([1, 5, 16, 64, rng.randint(2, 40)])
-        case = Case(heads, lengths, counts, options=options, block_size=block_size)
-        assert relative_error(case.run(kernels), case.expected()) < 2 * ROUNDING
+        case = Case(heads, lengths, counts, options=options, block_size=block_size, dtype=dtype)
+        assert relative_error(case.run(kernels), case.expected()) < 2 * TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("window", [1, 40, 64, 128])
 @pytest.mark.parametrize("heads", [GQA, LATENT], ids=str)
-def test_a_window_hides_what_is_before_it(kernels: Library, heads: Heads, window: int):
+@EVERY_TYPE
+def test_a_window_hides_what_is_before_it(
+    kernels: Library, heads: Heads, window: int, dtype: torch.dtype
+):
     """Keys before all windows are not even read: there may be anything."""
     sinks = torch.linspace(-3, 3, heads.query)
     for options in ({"window": window}, {"window": window, "sinks": sinks}):
-        case = Case(heads, (130, 40, 64), (7, 40, 1), options=options)
-        assert relative_error(case.run(kernels), case.expected()) < ROUNDING
+        case = Case(heads, (130, 40, 64), (7, 40, 1), options=options, dtype=dtype)
+        assert relative_error(case.run(kernels), case.expected()) < TOLERANCE[dtype]
     alone = replace(case, lengths=(170,), counts=None, options={"window": window})
     result = alone.run(kernels)
     for column in range((170 - window) // BLOCK_SIZE):
@@ -184,19 +195,23 @@ def test_a_window_hides_what_is_before_it(kernels: Library, heads: Heads, window
 
 
 @pytest.mark.parametrize("heads", [GQA, LATENT], ids=str)
-def test_a_tree_says_which_of_the_last_keys_are_seen(kernels: Library, heads: Heads):
+@EVERY_TYPE
+def test_a_tree_says_which_of_the_last_keys_are_seen(
+    kernels: Library, heads: Heads, dtype: torch.dtype
+):
     tree_mask = torch.rand(3, 4, 6, generator=torch.manual_seed(0)) < 0.5
     tree_mask[:, :, 2:] |= torch.eye(4, dtype=torch.bool)
-    case = Case(heads, (4, 66, 130), (4, 4, 4), tree_mask)
-    assert relative_error(case.run(kernels), case.expected()) < ROUNDING
+    case = Case(heads, (4, 66, 130), (4, 4, 4), tree_mask, dtype=dtype)
+    assert relative_error(case.run(kernels), case.expected()) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 50}, {"sinks": torch.ones(8)}], ids=str)
 @pytest.mark.parametrize("heads", [GQA, Heads(8, 1, 96, values=64)], ids=str)
+@EVERY_TYPE
 def test_a_row_has_the_same_bits_decoded_verified_and_prefilled(
-    kernels: Library, heads: Heads, options: dict[str, Any]
+    kernels: Library, heads: Heads, options: dict[str, Any], dtype: torch.dtype
 ):
-    case = Case(heads, (150,), (150,), options=options)
+    case = Case(heads, (150,), (150,), options=options, dtype=dtype)
     whole = case.run(kernels)
     for step in (1, 4, 77):
         parts = [case.part(i, min(i + step, 150)) for i in range(0, 150, step)]
@@ -233,14 +248,15 @@ def replace_tree(case: Case, tree_mask: torch.Tensor | None) -> Case:
     return case
 
 
-def test_a_row_has_the_same_bits_in_every_batch(kernels: Library):
-    case = Case(GQA, tuple(range(1, 150, 11)))
+@EVERY_TYPE
+def test_a_row_has_the_same_bits_in_every_batch(kernels: Library, dtype: torch.dtype):
+    case = Case(GQA, tuple(range(1, 150, 11)), dtype=dtype)
     whole = case.run(kernels, padding=3)
     assert (whole[-3:] == 0).all(), "padding is finite"
     with num_threads(2):
         assert torch.equal(case.run(kernels, padding=3), whole)
     for i in range(len(case.lengths)):
-        one = Case(GQA, (case.lengths[i],))
+        one = Case(GQA, (case.lengths[i],), dtype=dtype)
         for name in ("keys", "values"):
             object.__setattr__(one, name, getattr(case, name))
         object.__setattr__(one, "table", case.table[i : i + 1])
@@ -249,12 +265,13 @@ def test_a_row_has_the_same_bits_in_every_batch(kernels: Library):
 
 
 @pytest.mark.parametrize("heads", [GQA, LATENT], ids=str)
-def test_keys_and_values_are_stored_and_seen(kernels: Library, heads: Heads):
+@EVERY_TYPE
+def test_keys_and_values_are_stored_and_seen(kernels: Library, heads: Heads, dtype: torch.dtype):
     """Rows of keys may be parts of wider ones. Without keys of its own, a query changes nothing."""
-    case = Case(heads, (40, 70), (3, 1))
+    case = Case(heads, (40, 70), (3, 1), dtype=dtype)
     slots = torch.tensor([case.table[0, 2] * BLOCK_SIZE + 8 - 3 + i for i in range(3)])
     slots = torch.cat((slots, case.table[1, 4:5] * BLOCK_SIZE + 5)).long()
-    wide = random_bf16(4, 3 * heads.kv, heads.width, seed=9)
+    wide = random_of(dtype, 4, 3 * heads.kv, heads.width, seed=9)
     k, v = wide[:, : heads.kv], None if heads.values else wide[:, heads.kv : 2 * heads.kv]
     keys, values = case.keys.clone(), case.values.clone()
     if heads.values:

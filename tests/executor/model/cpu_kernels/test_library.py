@@ -67,7 +67,8 @@ def kinds_of(declared: str, sources: str) -> str:
         return "p"
     if kind in ("int64_t", "float"):
         return kind[0]
-    [body] = re.findall(rf"^struct {kind} {{\n(.*?)\n(?:}};|\n)", sources, re.M | re.S)
+    template = kind.partition("<")[0]
+    [body] = re.findall(rf"^struct {template} {{\n(.*?)\n(?:}};|\n)", sources, re.M | re.S)
     fields = re.findall(r"^  (?:const )?(\w+\*?) (.*?);", body, re.M)
     return "".join(
         kinds_of(f"{kind} {name}", sources) for kind, names in fields for name in names.split(", ")

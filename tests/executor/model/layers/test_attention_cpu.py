@@ -1,4 +1,4 @@
-"""If this fails, bfloat16 models on a CPU attend to something else than what they should."""
+"""If this fails, models on a CPU attend to something else than what they should."""
 
 import pytest
 import structlog
@@ -27,17 +27,18 @@ OPTIONS = {
 EVERY_MIX = pytest.mark.parametrize("mix", [mix for mix in MIXES.values() if max(mix) < (600, 0)])
 
 
-def wide(mix: Mix, **options: bool) -> Case:
-    return Case(mix, torch.bfloat16, times=WIDE, **options)
+def wide(mix: Mix, dtype: torch.dtype = torch.bfloat16, **options: bool) -> Case:
+    return Case(mix, dtype, times=WIDE, **options)
 
 
 @KERNEL
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @EVERY_MIX
 def test_every_mix_equals_plain_attention_and_is_stored_where_the_pool_says(
-    mix: Mix, options: dict[str, bool]
+    mix: Mix, dtype: torch.dtype, options: dict[str, bool]
 ):
-    case = wide(mix, **options)
+    case = wide(mix, dtype, **options)
     attention = case.attention("cpu")
     assert isinstance(attention, CpuAttention)
     case.check(case.run(attention))
@@ -92,4 +93,5 @@ def test_heads_that_the_kernel_does_not_take_run_plainly_with_a_line_in_the_log(
         attention = Case(MIXES["mixed"], torch.bfloat16).attention("cpu")
     assert type(attention) is TorchAttention
     assert [line["event"] for line in lines] == ["attention_without_kernel"]
-    assert type(Case(MIXES["mixed"], times=WIDE).attention("cpu")) is TorchAttention
+    plain = wide(MIXES["mixed"], torch.float64)  # types that no kernel takes are nothing to log
+    assert type(plain.attention("cpu")) is TorchAttention
