@@ -146,16 +146,18 @@ class RunnerGraphs:
         attentions: Sequence[Attention],
         load: Callable[[int], tuple[Callable[[], object], Sequence[Work]]],
         *,
+        sizes: Sequence[int] | None = None,
         num_pieces: int = 1,
         breaks: bool | None = None,
     ) -> None:
-        """Captures every size, the largest first, so that smaller ones fit into its memory.
+        """Captures sizes, the largest first, so that smaller ones fit into its memory.
 
         Args:
             label: The runner's name.
             attentions: Those of its passes.
             load: Fills the buffers for a size with a dummy batch, plans attention, and returns the
                 pass to warm up and the pieces to record.
+            sizes: Which, ascending; None: every size.
             num_pieces: Pieces of a size.
             breaks: Whether graphs break at eager regions; None: where attention cannot be captured.
         """
@@ -163,8 +165,9 @@ class RunnerGraphs:
             breaks = not all(attention.is_capturable for attention in attentions)
         self.registry.reset_for_capture()
         record = self.backend.capture_breakable if breaks else self.backend.capture
-        with self.backend.session(label=label, num_captures=len(self.sizes) * num_pieces):
-            for size in reversed(self.sizes):
+        sizes = self.sizes if sizes is None else sizes
+        with self.backend.session(label=label, num_captures=len(sizes) * num_pieces):
+            for size in reversed(sizes):
                 run, pieces = load(size)
                 self.backend.warm_up(run)
                 for attention in attentions:

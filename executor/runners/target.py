@@ -174,17 +174,24 @@ class DecodeRunner:
     def discard(self) -> None:
         """Drops what was captured."""
         self.graphs.discard()
+        self._views.clear()
 
     def capture(self) -> None:
-        """Captures every size."""
+        """Captures every size; where that runs nothing, each when it is first run: callers wait for a Join."""
+        if not self.graphs.backend.outlives_group:
+            self._capture(self.graphs.sizes)
+
+    def _capture(self, sizes: Sequence[int]) -> None:
         label = "decode" if self.num_tokens_per_bs == 1 else "verify"
-        self.graphs.capture_sizes(label, [self._pass.attention], self._load_dummy)
+        self.graphs.capture_sizes(label, [self._pass.attention], self._load_dummy, sizes=sizes)
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
         """Returns float32 logits [T, V] of the batch's real rows, a view of the runner's buffer."""
         assert batch.layout.graph_size is not None, "the step names a graph"
         assert (batch.tree_mask is not None) == self._has_tree, "captured for trees, or for none"
         size = batch.layout.graph_size // self.num_tokens_per_bs
+        if size not in self._views:
+            self._capture([size])
         self.graphs.registry.fill_from(  # an idle rank's rows are padding then
             batch,
             raw_bs=batch.batch_size,

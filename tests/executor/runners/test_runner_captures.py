@@ -147,6 +147,23 @@ def test_a_replay_plans_on_the_host_first_and_on_the_device_only_where_no_graph_
     assert log == expected
 
 
+def test_a_capture_that_runs_nothing_is_made_when_its_size_is_first_run(
+    case: RunnerCase, log: list[str]
+):
+    runner = case.build(DECODES, lambda: noting(EagerBackend(), log, OF_BACKEND))
+    batch = case.batch(np.random.default_rng(0), [1, 1, 1], 4, has_extend=False)
+    for _ in range(2):
+        runner._decode.discard()
+        log.clear()
+        runner._decode.capture()
+        assert log == []
+        made = [DECODE, "plan 4 rows", "warm up", "restore", "capture size 4"]
+        for before in (made, []):
+            log.clear()
+            case.run(runner, batch)
+            assert log == [*before, "plan 4 rows", "replay size 4", "plan in graph"]
+
+
 @pytest.mark.parametrize("kind", ["decode", "verify", *PREFILL_GRAPHS])
 def test_what_another_runner_left_in_shared_buffers_is_gone_before_a_capture(
     tiny_checkpoint: Path, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -156,9 +173,9 @@ def test_what_another_runner_left_in_shared_buffers_is_gone_before_a_capture(
     if kind in PREFILL_GRAPHS:
         runner = case.build(EXTENDS, prefill_graphs=kind)._prefill
     elif kind == "decode":
-        runner = case.build(DECODES)._decode
+        runner = case.build(DECODES, RecordingBackend)._decode
     else:
-        runner = case.decode(EagerBackend(), 3, has_tree=True)
+        runner = case.decode(RecordingBackend(), 3, has_tree=True)
         runner.discard()
     check_reset_before_capture(runner, [runner.graphs.registry], monkeypatch)
 
