@@ -42,7 +42,7 @@ class Launched(NamedTuple):
 class SimulatedWorker:
     """The only member of its group. Its times are exact, whatever its threads' wake-ups are."""
 
-    has_peers = has_deferred = False
+    has_peers = has_deferred = waits_for_peers = False
     experts = None
 
     def __init__(self, step_s: float, launch_s: float) -> None:
