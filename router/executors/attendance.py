@@ -7,7 +7,7 @@ a timer run out then, which costs more than a step's part in it: what is due is 
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 
 import grpc
@@ -44,13 +44,13 @@ class _Attended:
     """An executor that is attended.
 
     Attributes:
-        told: The last beat to it.
+        told: The last beat to it: the epoch, and whether this router drives the group.
         due: Set when a beat is due on the present call.
     """
 
     channel: grpc.aio.Channel
     task: asyncio.Task[None] | None = None
-    told: bytes = b""
+    told: tuple[int, bool] = (-1, False)
     due: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -62,6 +62,7 @@ class Attendance:
         router_id: Of this router.
         epoch: Returns the epoch in which the executor at an address is sent steps; 0: in none.
         is_driver: Returns whether this router drives the group, or is about to.
+        answers: Returns when the executors that are sent steps last answered, by address.
         on_tick: Called with the time, on the event loop's clock, when silences are to be judged.
         on_news: Called when an executor beats that did not before, or another router drives it no more.
 
@@ -78,6 +79,7 @@ class Attendance:
         router_id: bytes,
         epoch: Callable[[str], int],
         is_driver: Callable[[], bool],
+        answers: Callable[[], Iterable[tuple[str, float]]],
         on_tick: Callable[[float], None],
         on_news: Callable[[], None],
     ) -> None:
@@ -85,6 +87,7 @@ class Attendance:
         self._router_id = router_id
         self._epoch = epoch
         self._is_driver = is_driver
+        self._answers = answers
         self._on_tick = on_tick
         self._on_news = on_news
         self._loop = asyncio.get_running_loop()
@@ -137,16 +140,19 @@ class Attendance:
         if self._timer is not None and self._step_time - self._tick_time >= BEAT_S:
             self._tick()
 
-    def note_answer(self, address: str, now: float) -> None:
-        """Notes the answer of a step, which says as much as a beat."""
-        if now - self._due_time > LATE_S:
-            self._excuse(now)
+    def note_late_answer(self, address: str, now: float) -> None:
+        """Notes the answer of a step that was long in coming, which says as much as a beat."""
+        self._catch_up(now)
         self._suspicion.note_answer(address, now)
+
+    def note_answers(self) -> None:
+        """Notes the answers that came since the last tick."""
+        self._catch_up(self._clock())
 
     def _tick(self) -> None:
         """Judges silences, and sends the beats that are due."""
         now = self._clock()
-        self._excuse(now)
+        self._catch_up(now)
         self._tick_time = now
         self._on_tick(now)
         has_steps = now - self._step_time < BEAT_S
@@ -154,7 +160,7 @@ class Attendance:
             self._beat_time = now
             for address, attended in self._attended.items():
                 is_stepped = has_steps and self._epoch(address)
-                if not is_stepped or self._beat_to(address) != attended.told:
+                if not is_stepped or self._word_to(address) != attended.told:
                     attended.due.set()
         if self._timer is not None:
             self._timer.cancel()
@@ -166,15 +172,21 @@ class Attendance:
         self._due_time = self._clock() + wait_s
         self._timer = self._loop.call_later(wait_s, self._tick)
 
-    def _excuse(self, now: float) -> None:
-        """Takes off all silences what this event loop is late for its tick, once.
+    def _catch_up(self, now: float) -> None:
+        """Notes answers, and takes off all silences what this event loop is late for its tick, once.
 
         Call it before anything is noted that came meanwhile: what waited here to be read was not late.
         """
-        late_s = now - max(self._due_time, self._excused_time)
-        if late_s > LATE_S:
-            self._suspicion.excuse(late_s)
+        since = max(self._due_time, self._excused_time)
+        is_late = now - since > LATE_S
+        if is_late:
+            for address, time in self._answers():
+                if time <= since:
+                    self._suspicion.note_quick_answers(address, time)
+            self._suspicion.excuse(now - since)
             self._excused_time = now
+        for address, time in self._answers():
+            self._suspicion.note_quick_answers(address, time)
 
     async def _attend(self, address: str, attended: _Attended) -> None:
         # Beats come as bytes: what is none of ours shall have an error, and not end in gRPC's log.
@@ -207,15 +219,14 @@ class Attendance:
     ) -> AsyncIterator[bytes]:
         while attended.due is due:
             due.clear()
-            attended.told = self._beat_to(address)
-            yield attended.told
+            attended.told = epoch, is_driver = self._word_to(address)
+            beat = pb.AttendRequest(router_id=self._router_id, epoch=epoch, is_driver=is_driver)
+            yield beat.SerializeToString()
             await due.wait()
 
-    def _beat_to(self, address: str) -> bytes:
-        request = pb.AttendRequest(
-            router_id=self._router_id, epoch=self._epoch(address), is_driver=self._is_driver()
-        )
-        return request.SerializeToString()
+    def _word_to(self, address: str) -> tuple[int, bool]:
+        """Returns what a beat says: the epoch, and whether this router drives the group."""
+        return self._epoch(address), self._is_driver()
 
     async def _listen(
         self, address: str, call: grpc.aio.StreamStreamCall[bytes, bytes]
@@ -254,7 +265,7 @@ class Attendance:
             self.held.add(address)
         else:
             self.held.discard(address)
-        self._excuse(now)
+        self._catch_up(now)
         is_there = self._suspicion.note_beat(address, now, beat)
         if is_there or (was_held and address not in self.held):
             self._on_news()

@@ -167,6 +167,7 @@ class ExecutorGroup:
             self._suspicion,
             router_id=self._router_id,
             is_driver=lambda: self.is_driver,
+            answers=self._answer_times,
             epoch=lambda address: self._epoch if address in self._driven else 0,
             on_tick=self._judge,
             on_news=self._note_news,
@@ -270,7 +271,7 @@ class ExecutorGroup:
                 str(member),
                 self._connections.channels[member.address],
                 self._loss,
-                partial(self._attendance.note_answer, member.address),
+                partial(self._attendance.note_late_answer, member.address),
                 partial(self._on_stream_end, self._loss, member),
                 max_answer_bytes,
             )
@@ -480,6 +481,8 @@ class ExecutorGroup:
 
     def _judge(self, now: float) -> None:
         """Ends the epoch, or the forming, if an executor has fallen silent."""
+        if not self._suspicion.has_silence(now):
+            return
         is_idle = bool(self._streams) and all(stream.is_idle for stream in self._streams)
         for silence in self._suspicion.judge(now, self._epoch, is_idle=is_idle):
             problem = _describe_silence(silence, self._name)
@@ -487,6 +490,11 @@ class ExecutorGroup:
             if silence.name in self._taking_part:
                 self._end_streams()
                 _lose(self._loss, ExecutorGone(problem))
+
+    def _answer_times(self) -> list[tuple[str, float]]:
+        """Returns when each member last answered in this epoch, by address."""
+        streams = zip(self._members, self._streams, strict=False)
+        return [(member.address, stream.answer_time) for member, stream in streams]
 
     def _name(self, address: str) -> str:
         known = [str(member) for member in self._members if member.address == address]
@@ -548,6 +556,7 @@ class ExecutorGroup:
         self._end_streams()
         if self._asking is not None:
             self._asking.cancel()
+        self._attendance.note_answers()
         self._streams, self._asking, self._last_step_id = [], None, 0
         self._driven = ()
         self._has_scored = False

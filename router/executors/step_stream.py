@@ -4,6 +4,7 @@ A stream is held open for an epoch, written ahead, and always being read.
 """
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from router.errors import (
     GroupHeld,
     ReasonUnknown,
 )
+from router.executors.suspicion import MIN_GAP_S
 from router.scheduling.step import Agreement, StepSettings
 
 # Errors by the reason of a stream's end; any other is ExecutorLost. A step also fails when another
@@ -50,12 +52,14 @@ class StepStream:
         name: Who it is, for errors.
         channel: To the executor.
         loss: Has an ExecutorLost when the group is lost; a `receive` that waits raises it.
-        on_answer: Told when an answer has come, on the event loop's clock.
+        on_late_answer: Told when an answer has come, on the event loop's clock, if the one before it did more
+            than MIN_GAP_S ago.
         on_end: Told why the stream ended before `close`.
         max_answer_bytes: See below.
 
     Attributes:
         max_answer_bytes: A longer answer is not read.
+        answer_time: When the last answer came, on the event loop's clock.
     """
 
     def __init__(
@@ -63,14 +67,15 @@ class StepStream:
         name: str,
         channel: grpc.aio.Channel,
         loss: asyncio.Future[None],
-        on_answer: Callable[[float], None],
+        on_late_answer: Callable[[float], None],
         on_end: Callable[[ExecutorLost], None],
         max_answer_bytes: int,
     ) -> None:
         self.name = name
         self.max_answer_bytes = max_answer_bytes
         self._loss = loss
-        self._on_answer = on_answer
+        self._on_late_answer = on_late_answer
+        self.answer_time = -math.inf
         self._on_end = on_end
         self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()  # None after the last
         self._responses: deque[pb.StepResponse] = deque()
@@ -153,7 +158,10 @@ class StepStream:
             except DecodeError:
                 return ExecutorLied("answered a step with what is no StepResponse")
             self._num_due -= 1
-            self._on_answer(self._clock())
+            now = self._clock()
+            if now - self.answer_time > MIN_GAP_S:
+                self._on_late_answer(now)
+            self.answer_time = now
             self._news.set()
         return ExecutorLost(f"{self.name}: it ended the Step stream")
 

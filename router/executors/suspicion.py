@@ -137,14 +137,24 @@ class Suspicion:
     def note_answer(self, name: str, now: float) -> None:
         """Notes the answer of a step, which counts as a beat that says nothing."""
         member = self._members.get(name)
-        if member is None:
-            return
-        if member.state is MemberState.ATTENTIVE and now - member.time <= MIN_GAP_S:
-            member.time, member.excused_s = now, 0.0  # most steps' gaps teach nothing
-            member.has_answered = True
-        elif member.is_attended:
+        if member is not None and member.is_attended:
             self.outcomes["cleared"] += member.note_sign(now) is MemberState.SUSPECT
             member.has_answered = True
+
+    def note_quick_answers(self, name: str, last: float) -> None:
+        """Notes answers none of which was more than MIN_GAP_S behind the sign before it: they teach nothing.
+
+        Args:
+            name: Whose.
+            last: When the last of them came, which may have been noted before.
+        """
+        member = self._members.get(name)
+        if member is None or last <= member.time or not member.is_attended:
+            return
+        if member.state is MemberState.SUSPECT:
+            member.state = MemberState.ATTENTIVE
+            self.outcomes["cleared"] += 1
+        member.time, member.excused_s, member.has_answered = last, 0.0, True
 
     def note_end(self, name: str) -> None:
         """Notes that there is no way for a member's beats now. One that is silent stays so."""
@@ -177,6 +187,13 @@ class Suspicion:
         learnt_s = min(GAP_FACTOR * member.largest_gap_s(now), MAX_LIMIT_S)
         idle_s = IDLE_LIMIT_S if is_idle else 0.0
         return max(self._silent_after_s, learnt_s, member.quiet_s, idle_s)
+
+    def has_silence(self, now: float) -> bool:
+        """Whether somebody's is as long as the least limit: if nobody's is, there is nothing to judge."""
+        for member in self._members.values():
+            if now - member.time >= self._silent_after_s and member.is_attended:
+                return True
+        return False
 
     def judge(self, now: float, epoch: int, *, is_idle: bool) -> list[Silence]:
         """Returns the members that are lost since the last call.

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -33,6 +33,7 @@ from tests.router.support.peers import (
 from tests.support.virtual_clock import on_virtual_clock
 
 TIMEOUT_S = 60.0
+NO_ANSWERS: Mapping[str, float] = {}
 
 
 def state(executors: ExecutorGroup, number: int) -> MemberState:
@@ -90,12 +91,15 @@ class Fake:
         self._reading.cancel()
 
 
-def attendance_of(epoch: Callable[[str], int]) -> Attendance:
+def attendance_of(
+    epoch: Callable[[str], int], answers: Mapping[str, float] = NO_ANSWERS
+) -> Attendance:
     return Attendance(
         Suspicion(0.45),
         router_id=b"router",
         epoch=epoch,
         is_driver=lambda: True,
+        answers=answers.items,
         on_tick=lambda now: None,
         on_news=lambda: None,
     )
@@ -123,13 +127,49 @@ async def test_what_waited_to_be_read_while_the_router_stood_still_was_not_late(
     attended._note("x", due - TICK_S, told)
     now = due + 1.0  # all of it came meanwhile, and is read before the tick has its turn
     if by_answer:
-        attended.note_answer("x", now)
+        attended.note_late_answer("x", now)
     attended._note("x", now, told)
     attended._clock = lambda: now
     attended._tick()
     assert suspicion.limit_s("x", now, is_idle=False) == 0.45
     assert suspicion._members["x"].silence_s(now) == 0.0  # and nothing that follows is excused
     attended.close()
+
+
+@pytest.mark.parametrize("reads_beat", [False, True])
+async def test_answers_that_came_before_the_router_stood_still_are_excused_for_it_too(
+    reads_beat: bool,
+) -> None:
+    """Else every executor that had just answered would be lost with each such stop."""
+    answers = {"x": float("-inf")}
+    attended = attendance_of(lambda _: 0, answers)
+    suspicion, told = attended._suspicion, executor_pb2.AttendResponse().SerializeToString()
+    attended.attend("x", Fake())  # type: ignore[arg-type]
+    assert attended._timer is not None
+    due = attended._timer.when()
+    attended._note("x", due - TICK_S, told)
+    answers["x"] = due - 0.01
+    now = due + 2.0
+    if reads_beat:
+        attended._note("y", now, told)
+    attended._clock = lambda: now
+    attended._tick()
+    assert suspicion._members["x"].silence_s(now) == pytest.approx(0.01, abs=1e-3)
+    assert suspicion.judge(now, 0, is_idle=False) == []
+    attended.close()
+
+
+async def test_answers_of_steps_are_signs_of_life_with_no_beat_between() -> None:
+    async with attended_group(2) as (executors, peers):
+        for peer in peers.values():
+            peer.may_beat.clear()
+        clock = asyncio.get_running_loop().time
+        end = clock() + 4 * MIN_SILENT_AFTER_MS / 1000
+        while clock() < end:
+            assert await run_step(executors, 2) == [[0], [10]]
+            await asyncio.sleep(0.01)
+        assert [state(executors, rank) for rank in range(2)] == [MemberState.ATTENTIVE] * 2
+        assert executors.suspicions == {"cleared": 0, "lost": 0, "false": 0}
 
 
 @pytest.mark.parametrize("waits", [False, True])

@@ -202,13 +202,43 @@ def test_an_answer_clears_a_suspicion_and_ends_what_the_last_beat_said() -> None
     assert suspicion.state("b") is MemberState.SUSPECT
 
 
-def test_answers_are_no_signs_where_there_is_no_way_for_beats() -> None:
+def test_quick_answers_are_signs_that_teach_nothing_and_undo_none_that_came_later() -> None:
     suspicion = Suspicion(LIMIT_S)
-    suspicion.note_answer("a", 0.0)
+    suspicion.note_beat("a", 0.0, replace(BEAT, waits_for_peers=True))
+    suspicion.note_beat("b", 0.0, BEAT)
+    suspicion.note_quick_answers("a", 0.4)  # since the last look
+    assert suspicion.limit_s("a", 0.4, is_idle=False) == LIMIT_S
+    suspicion.note_quick_answers("b", -0.1)
+    suspicion.judge(0.46, 1, is_idle=False)
+    assert suspicion.state("a") is MemberState.ATTENTIVE
+    assert suspicion.state("b") is MemberState.SUSPECT, "nobody waits for it any more"
+    suspicion.note_quick_answers("b", 0.46)
+    assert suspicion.state("b") is MemberState.ATTENTIVE
+    assert suspicion.outcomes == {"cleared": 1, "lost": 0, "false": 0}
+    assert suspicion.judge(0.84, 1, is_idle=False) == []
+
+
+@pytest.mark.parametrize("time", [0.3, LIMIT_S, 2.0])
+def test_there_is_nothing_to_judge_before_the_least_limit(time: float) -> None:
+    suspicion = Suspicion(LIMIT_S)
+    suspicion.note_beat("a", 0.0, BEAT)
+    suspicion.note_beat("b", 0.0, BEAT)
+    suspicion.note_end("b")
+    assert suspicion.has_silence(time) == (time >= LIMIT_S)
+    suspicion.note_end("a")
+    assert not suspicion.has_silence(time)
+
+
+@pytest.mark.parametrize("note", [Suspicion.note_answer, Suspicion.note_quick_answers])
+def test_answers_are_no_signs_where_there_is_no_way_for_beats(
+    note: Callable[[Suspicion, str, float], None],
+) -> None:
+    suspicion = Suspicion(LIMIT_S)
+    note(suspicion, "a", 0.0)
     assert suspicion.last_beat("a") is None
     suspicion.note_beat("a", 0.0, BEAT)
     suspicion.note_end("a")
-    suspicion.note_answer("a", 0.1)
+    note(suspicion, "a", 0.1)
     assert suspicion.state("a") is MemberState.UNATTENDED
 
 
