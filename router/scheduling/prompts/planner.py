@@ -34,7 +34,9 @@ from router.scheduling.step_budget import (
 )
 from router.scheduling.step_builder import Chunk, StepBuilder
 
-UNKNOWN_CHUNK = 1024  # prompt tokens of a rank while it is not known what steps take
+# Prompt tokens of a rank while it is not known what steps take: few, and not always as many, as steps that
+# are alike tell nothing apart.
+UNKNOWN_CHUNKS = 256, 512
 
 
 class _Layout(NamedTuple):
@@ -123,7 +125,8 @@ class PromptPlanner:
             return None, self._take_chunks(held.prompts, counts, runs, num_decodes)
         order, chunk = self._order, self._shape.max_num_batched_tokens
         if self._settings.go_by_time:
-            chunk = min(chunk, UNKNOWN_CHUNK)
+            num_seen = self._measures.costs.plain.num_steps[True]
+            chunk = min(chunk, UNKNOWN_CHUNKS[num_seen % 2])
         order.learn()
         self._waiting.order_by_length(order.seconds_behind(1))
         prompts, budget = order.bound(rows), None
