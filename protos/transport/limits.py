@@ -70,9 +70,9 @@ class PortLimits:
             ("grpc.absolute_max_metadata_size", self.max_metadata_bytes),
             ("grpc.server_handshake_timeout_ms", timeout_ms),
             ("grpc.http2.settings_timeout", timeout_ms),
-            # Callers may ask every second whether the port is there; gRPC's 5 minutes would shut them
-            # out. The key has no "recv" in it: with that, gRPC ignores it.
-            ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+            # Callers may ask ten times a second whether the port is there; gRPC's 5 minutes would shut
+            # them out. The key has no "recv" in it: with that, gRPC ignores it.
+            ("grpc.http2.min_ping_interval_without_data_ms", 100),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.keepalive_timeout_ms", 10_000),
         ]

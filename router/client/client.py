@@ -85,9 +85,9 @@ _CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 300),
     # A router that is gone without a word is noticed after this time, while a call is open.
-    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_time_ms", 250),
     ("grpc.keepalive_timeout_ms", 1_000),
-    ("grpc.http2.ping_timeout_ms", 3_000),  # of pings that measure the way, in place of those
+    ("grpc.http2.ping_timeout_ms", 1_250),  # of pings that measure the way, in place of those
     ("grpc.http2.max_pings_without_data", 0),  # any number: a call that reads sends nothing
 ]
 

@@ -29,6 +29,7 @@ from router.client import (
     TokenLogprob,
     Unavailable,
 )
+from router.client.client import _CHANNEL_OPTIONS
 from router.client.messages import to_chat
 from router.errors import NotReady, QueueFull
 from router.requests.request import FinishReason, OutputOptions, SamplingParams, StopConditions
@@ -460,3 +461,12 @@ async def test_only_unavailable_is_sent_again_before_the_first_answer(ask: Any):
             with pytest.raises(Overloaded) if num_calls == 1 else nullcontext():
                 await ask(client)
         assert servicer.num_calls == num_calls
+
+
+def test_a_clients_pings_are_none_too_many_for_a_router():
+    client, router = dict(_CHANNEL_OPTIONS), dict(PortLimits().server_options())
+    interval_ms = int(client["grpc.keepalive_time_ms"])
+    assert interval_ms >= 2 * router["grpc.http2.min_ping_interval_without_data_ms"]
+    # Of pings that measure the way; while one is under way, there are no others.
+    timeout_ms = int(client["grpc.keepalive_timeout_ms"])
+    assert client["grpc.http2.ping_timeout_ms"] == interval_ms + timeout_ms
