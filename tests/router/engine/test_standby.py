@@ -11,7 +11,7 @@ import pytest
 from protos.serving.v1 import serving_pb2 as pb
 from router.engine.engine import Engine
 from router.engine.engines import Engines
-from router.errors import GroupHeld, Moved
+from router.errors import GroupHeld, Moved, ShuttingDown
 from router.requests.request import Listeners, Request
 from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.step import GroupInfo, ServedModel
@@ -184,11 +184,12 @@ async def test_a_router_that_is_told_to_stop_commits_what_is_in_flight_and_leave
         assert not await engines.hand_over()  # to nobody
         executors.num_standbys = 1
         num_sent = len(executors.plans)
+        engines.begin_drain(delay_s=0.0, grace_s=1.0)
         assert await engines.hand_over()
         assert executors.is_closed
         assert len(executors.plans) == num_sent
         assert not executors._pending
-        assert isinstance(request.sequences[0].error, Moved)
+        assert isinstance(request.sequences[0].error, ShuttingDown)
         assert engine.measures.totals().losses == {"lost": 0, "left": 1}
         await task
 
@@ -200,8 +201,9 @@ async def test_a_group_whose_executors_are_lost_as_it_is_left_is_left_all_the_sa
         request = await begun(engines, "running")
         executors.num_standbys = 1
         executors.kill(down_s=10)
+        engines.begin_drain(delay_s=0.0, grace_s=1.0)
         assert await engines.hand_over()
-        assert isinstance(request.sequences[0].error, Moved)
+        assert isinstance(request.sequences[0].error, ShuttingDown)
         await task
 
 
