@@ -114,6 +114,8 @@ def encode_step(plan: StepPlan, epoch: int, step_id: int) -> tuple[list[bytes], 
     agreement, checksum = _encode_agreement(plan.agreement)
     alike = pb.StepRequest(epoch=epoch, step_id=step_id).SerializeToString() + agreement
     requests = _encode_decodes(alike, plan.decodes)
+    if not plan.chunks:
+        return requests, checksum
     for (rank, chunks), starts in zip(
         plan.chunks.items(), _encode_all_starts(plan.chunks.values()), strict=True
     ):

@@ -499,7 +499,7 @@ class Listeners:
             indices: int32 [R], of each row's listener.
             has_news: bool [R].
         """
-        woken = np.flatnonzero(self._is_waiting).tolist()
+        woken = self._is_waiting.nonzero()[0].tolist()
         if len(woken) > FEW:
             self._has_news[:] = False
             self._has_news[indices[has_news]] = True

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from router.requests.request import Int32Array, TokenLogprob
-from router.scheduling.columns import Mask, Rows
+from router.scheduling.columns import Mask, MaskedRows, Rows
 from router.scheduling.sequence_table import RowStatus, SequenceTable
 from router.scheduling.speculation import NO_DRAFTS, DraftCounts
 from router.scheduling.step import Scores, Scoring, StepPlan, StepResult
@@ -48,7 +48,8 @@ def write_tokens(
         has_ended: Some rows may have ended meanwhile; their tokens are dropped.
     """
     # Masks, and columns of the whole table: without gathers they cost a third.
-    has_token, tokens = plan.decodes.row_set.mask.copy(), result.token_ids
+    rows, tokens = plan.decodes.row_set.masked, result.token_ids
+    has_token = rows.mask.copy()
     if plan.sampled_rows is not None:  # chunks stand behind their rank's decodes
         has_token[plan.sampled_rows] = True
         column = np.zeros(len(has_token), dtype=np.int32)
@@ -58,17 +59,20 @@ def write_tokens(
         is_live = table.status != RowStatus.ENDED
         tokens = tokens[is_live[has_token]]
         has_token &= is_live
-    column = table.tokens.add(has_token, tokens)
+    if has_ended or plan.sampled_rows is not None:
+        rows = MaskedRows(has_token)
+    column = table.tokens.add(rows, tokens)
     is_due = table.num_tokens >= table.max_len
-    is_due |= table.is_inspected
+    if table.num_inspected:
+        is_due |= table.is_inspected
     is_due &= has_token
-    for stop_ids in table.stop_ids[: table.num_stop_ids]:
+    for stop_ids in table.stop_columns[: table.num_stop_ids]:
         is_stop = stop_ids == column
         if np.count_nonzero(is_stop):
             is_due |= is_stop & (table.num_tokens >= table.min_len)
     due: list[tuple[int, int]] = []
     if np.count_nonzero(is_due):
-        due = [(row, 1) for row in np.flatnonzero(is_due).tolist()]
+        due = [(row, 1) for row in is_due.nonzero()[0].tolist()]
     return NewTokens(has_token, len(tokens), len(tokens), due)
 
 

@@ -236,7 +236,7 @@ class Scheduler:
         can_run &= table.num_computed < table.max_computed
         is_full = table.num_computed == table.num_blocks * table.block_size
         is_full &= can_run
-        if np.count_nonzero(is_full) and not self._blocks.grow(np.flatnonzero(is_full)):
+        if np.count_nonzero(is_full) and not self._blocks.grow(is_full.nonzero()[0]):
             can_run &= table.num_computed < table.num_blocks * table.block_size
             can_run &= table.status == RowStatus.DECODE
         return can_run

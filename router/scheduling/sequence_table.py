@@ -27,7 +27,7 @@ from typing import Final
 import numpy as np
 
 from router.requests.request import NO_LISTENER, Columns, Int32Array, Sequence
-from router.scheduling.columns import INT32_BYTES, Mask, Rows, RowSet
+from router.scheduling.columns import Mask, MaskedRows, Rows, RowSet
 from router.scheduling.kv.block_pool import BlockIds
 from router.scheduling.kv.prefix_cache import CachedPrefix
 from router.scheduling.row_tokens import RowTokens
@@ -55,7 +55,7 @@ class RowStatus:
 
 def _no_rows(dp_size: int, num_rows: int) -> RowSet:
     nothing = np.frombuffer(bytes(num_rows), dtype=np.bool_)
-    return RowSet(nothing, [0] * dp_size, [0] * (dp_size + 1), [b""] * dp_size)
+    return RowSet(MaskedRows(nothing), [0] * dp_size, [0] * (dp_size + 1), [b""] * dp_size)
 
 
 class SequenceTable:
@@ -76,6 +76,7 @@ class SequenceTable:
         num_named_blocks: int32 [R], blocks of it that the prefix cache was told of.
         num_taken: int32 [R], tokens that its listener has, prompt included.
         stop_ids: int32 [NUM_STOP_IDS, R], -1 where there are fewer.
+        stop_columns: The columns of it, each by itself.
         num_stop_ids: The most of them that any row has had; the rest of `stop_ids` is -1.
         is_inspected: bool [R], each of its tokens is looked at in Python: stop strings,
             many stop tokens.
@@ -100,6 +101,7 @@ class SequenceTable:
         flat_window_blocks: `window_block_table` as one long row.
         num_constrained: Bound sequences that have a grammar.
         num_scored: Bound sequences that get log probabilities.
+        num_inspected: Bound sequences of `is_inspected`.
         num_bound_rows: int64 [dp_size], sequences that hold a row of each rank.
         has_windows: Whether rows have two lists of blocks.
         num_lists: 2 if so, else 1.
@@ -134,8 +136,9 @@ class SequenceTable:
         self.num_sent_blocks = np.zeros(num_rows, dtype=np.int32)
         self.num_named_blocks = np.zeros(num_rows, dtype=np.int32)
         self.num_taken = np.zeros(num_rows, dtype=np.int32)
-        self.num_stop_ids = self.num_constrained = self.num_scored = 0
+        self.num_stop_ids = self.num_constrained = self.num_scored = self.num_inspected = 0
         self.stop_ids = np.full((NUM_STOP_IDS, num_rows), -1, dtype=np.int32)
+        self.stop_columns = list(self.stop_ids)
         self.is_inspected = np.zeros(num_rows, dtype=np.bool_)
         self.takes_drafts = np.zeros(num_rows, dtype=np.bool_)
         self.num_drafts = np.zeros(num_rows, dtype=np.int64)
@@ -179,22 +182,21 @@ class SequenceTable:
         mask_bytes = mask.tobytes()
         if mask_bytes != self._last_mask:
             self._last_mask = mask_bytes
-            changed = np.flatnonzero(mask != self._last_row_set.mask)
-            local_rows, size = self._last_row_set.local_rows.copy(), self.rows_per_rank
+            last, size = self._last_row_set, self.rows_per_rank
+            changed = (mask != last.mask).nonzero()[0]
+            local_rows, num_rows = last.local_rows.copy(), last.num_rows.copy()
             for rank in set((changed // size).tolist()):
-                own = mask[rank * size : (rank + 1) * size]
-                local_rows[rank] = np.flatnonzero(own).astype(np.int32).tobytes()
-            num_rows = [len(column) // INT32_BYTES for column in local_rows]
-            cuts = list(accumulate(num_rows, initial=0))
-            own_mask = np.frombuffer(mask_bytes, dtype=np.bool_)
-            self._last_row_set = RowSet(own_mask, num_rows, cuts, local_rows)
+                own = mask[rank * size : (rank + 1) * size].nonzero()[0].astype(np.int32)
+                local_rows[rank], num_rows[rank] = own.tobytes(), len(own)
+            masked = MaskedRows(np.frombuffer(mask_bytes, dtype=np.bool_))
+            self._last_row_set = RowSet(masked, num_rows, [0, *accumulate(num_rows)], local_rows)
         return self._last_row_set
 
     def kv_tokens(self, mask: Mask) -> Rows:
         """Returns int64 [dp_size], the computed tokens of each rank's rows in a mask [R]."""
         computed = (self.num_computed * mask).reshape(self.dp_size, -1)
         # Without wider numbers than it takes: they would cost twice the time.
-        sums: Rows = computed.sum(axis=1, dtype=self._sum_type).astype(np.int64)
+        sums: Rows = np.add.reduce(computed, axis=1, dtype=self._sum_type).astype(np.int64)
         return sums
 
     def cuts_of(self, rows: Rows) -> list[int]:
@@ -257,6 +259,7 @@ class SequenceTable:
         self.scores_prompt[row] = sequence.needs_prompt_logprobs
         self.num_scored += bool(self.scores_output[row] or self.scores_prompt[row])
         self.is_inspected[row] = has_many_stop_ids or stop.has_stop_strings
+        self.num_inspected += bool(self.is_inspected[row])
         self.listener[row] = request.listener.index
         self.columnar_listener[row] = request.listener.index if request.is_columnar else NO_LISTENER
         self.tag[row] = request.tag
@@ -278,6 +281,7 @@ class SequenceTable:
         rows = np.array([sequence.row for sequence in sequences])
         is_scored = self.scores_output.take(rows) | self.scores_prompt.take(rows)
         self.num_scored -= int(np.count_nonzero(is_scored))
+        self.num_inspected -= int(np.count_nonzero(self.is_inspected.take(rows)))
         columns = self.num_taken, self.num_drafts, self.num_accepted
         values = (column.take(rows).tolist() for column in columns)
         for sequence, tokens, num_taken, num_drafts, num_accepted in zip(

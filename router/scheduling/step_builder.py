@@ -77,6 +77,7 @@ class StepBuilder:
         self._shape = shape
         self._speculation = speculation
         self._kv_tokens: tuple[RowSet, Rows] | None = None  # of the step that is built next
+        self._num_rows = np.zeros(table.dp_size, dtype=np.int64)  # of the same rows
         self._last_decodes: RowSet | None = None  # of the last step with nothing else
         self._last_agreement: Agreement
 
@@ -97,9 +98,12 @@ class StepBuilder:
         table, speculation = self._table, self._speculation
         decodes, has_extend, num_draft_tokens = table.row_set(runs), any(chunks), 0
         kv_tokens, self._kv_tokens = self.kv_tokens(decodes), None
+        if speculation is None:  # else answers take back some of what was computed
+            self._kv_tokens = decodes, kv_tokens + self._num_rows  # if the same rows go on
         num_pairs = self._num_pairs(chunks) if has_extend else None
         columns, sampled_rows = self._decode_columns(decodes, limits), None
-        batches, scorings = dict[int, RankBatch](), dict[int, list[Scoring]]()
+        batches: dict[int, RankBatch] = {}
+        scorings: dict[int, list[Scoring]] = {}
         num_rows = num_tokens = decodes.num_rows
         if limits is not None:
             assert speculation is not None
@@ -121,6 +125,7 @@ class StepBuilder:
         """Returns int64 [dp_size], what each rank's decodes read in the step that is built next."""
         if self._kv_tokens is None or self._kv_tokens[0] is not decodes:
             self._kv_tokens = decodes, self._table.kv_tokens(decodes.mask)
+            self._num_rows = np.array(decodes.num_rows)
         return self._kv_tokens[1]
 
     def _agree(
@@ -158,24 +163,24 @@ class StepBuilder:
 
     def _decode_columns(self, decodes: RowSet, limits: Int32Array | None) -> DecodeColumns:
         """Returns every rank's decodes."""
-        table, mask = self._table, decodes.mask
-        computed = table.num_computed[mask]
+        table, rows = self._table, decodes.masked
+        computed = rows.take(table.num_computed)
         if limits is None:
-            table.num_computed += mask
+            rows.count(table.num_computed)
         else:
-            table.num_computed[mask] = computed + limits
+            rows.put(table.num_computed, computed + limits)
         num_new = table.num_blocks - table.num_sent_blocks
         has_new = num_new != 0
-        has_new &= mask
+        has_new &= rows.mask
         if not np.count_nonzero(has_new):
             no_cuts = [0] * (table.dp_size + 1)
             return DecodeColumns(decodes, computed, limits, None, NOTHING, None, no_cuts)
-        grown = np.flatnonzero(has_new)
+        grown = has_new.nonzero()[0]
         counts, block_ids, window_ids = self._take_new_blocks(grown)
         cuts = table.cuts_of(grown)
         if len(block_ids) > len(grown):  # drafts may take a row over several blocks' ends
             cuts = offsets(counts, cuts)
-        columns = limits, num_new[mask], block_ids, window_ids
+        columns = limits, rows.take(num_new), block_ids, window_ids
         return DecodeColumns(decodes, computed, *columns, cuts)
 
     def _take_new_blocks(self, rows: Rows) -> tuple[Int32Array, Int32Array, Int32Array | None]:
