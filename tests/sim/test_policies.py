@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from router.requests.request import Request
+from router.requests.resume import Resume, take_up
 from tests.bench.policies import results
 from tests.bench.policies.flows import first_tokens, jain, serve_together, served, stream
 from tests.bench.policies.front import draw, front_of, leads
@@ -11,7 +14,7 @@ from tests.bench.policies.lockstep import Lockstep, lockstep
 from tests.bench.policies.peers import sweep
 from tests.bench.policies.results import Results, Run
 from tests.bench.policies.traces import OWN, Arrival, jobs_at, read_trace
-from tests.bench.policies.world import COSTS, Gaps, Job, Sizes, serve
+from tests.bench.policies.world import COSTS, Gaps, Job, Sizes, Work, serve
 
 SETTINGS = {
     name: build
@@ -127,6 +130,30 @@ def test_a_flood_delays_its_own_flow_only(is_told_apart: bool) -> None:
     serve_together(known_policy(Sizes(num_ranks=2, num_rows=128)), COSTS["30b"], flood, small)
     p50, p99 = first_tokens(small)
     assert (p50 <= 140) == (p99 <= 400) == is_told_apart
+
+
+@pytest.mark.parametrize("flows", [("streams", "resumed"), ("", "")])
+def test_a_flow_that_resumes_many_requests_makes_no_steps_longer_for_others(
+    flows: tuple[str, str],
+) -> None:
+    """One caller's steps may be long until all of its answers go on."""
+    policy, seconds = known_policy(Sizes(num_ranks=2, num_rows=128)), list[float]()
+    submit, commit = policy.waiting.submit, policy.commit
+
+    def resume(request: Request) -> None:
+        if request.stop.max_tokens == 12:
+            take_up(request, Resume(attempt=1, outputs={0: np.ones(10, np.int32)}, fields={0: ""}))
+        submit(request)
+
+    def note(work: Work, now: float) -> None:
+        seconds.append(work.seconds)
+        commit(work, now)
+
+    policy.waiting.submit, policy.commit = resume, note  # type: ignore[method-assign]
+    streams = [Job(number, 0.0, 20, 200, flow=flows[0]) for number in range(16)]
+    resumed = [Job(16 + number, 0.5, 2000, 12, flow=flows[1]) for number in range(60)]
+    serve(policy, streams + resumed, COSTS["30b"])
+    assert (max(seconds) < 0.065) == (flows[0] != flows[1])
 
 
 def test_flows_that_always_have_something_waiting_get_equal_shares() -> None:

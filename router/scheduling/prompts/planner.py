@@ -160,12 +160,10 @@ class PromptPlanner:
 
     def _open_budget(self, decodes: RowSet, prompts: list[list[Prompt]]) -> Budget:
         """Returns the time of this step."""
-        table, first = self._table, self._waiting.peek()
-        bound = [(table.bound(p.row), p.left) for p in chain.from_iterable(prompts)]
-        has_output = (table.status == RowStatus.EXTEND) & (table.num_extend > table.num_prompt)
-        if (first and _hurries(first)) or (
-            np.count_nonzero(has_output) and any(_hurries(each) for each, _ in bound)
-        ):
+        bound = [(self._table.bound(p.row), p.left) for p in chain.from_iterable(prompts)]
+        # Beside other flows' answers, a flow that resumes many has its share of the time, as ever.
+        is_alone = not self._line.are_many or not any(decodes.num_rows)
+        if is_alone and self._has_hurry(bound):
             backlog = math.inf  # their callers wait for the next token
         else:
             most = drained_tokens(self._settings, self._order.prices) * self._shape.dp_size
@@ -179,6 +177,14 @@ class PromptPlanner:
             backlog,
             self._shape.max_num_batched_tokens,
         )
+
+    def _has_hurry(self, bound: list[tuple[Sequence, int]]) -> bool:
+        """Whether interrupted answers have yet to go on."""
+        table, first = self._table, self._waiting.peek()
+        if first and _hurries(first):
+            return True
+        has_output = (table.status == RowStatus.EXTEND) & (table.num_extend > table.num_prompt)
+        return bool(np.count_nonzero(has_output)) and any(_hurries(each) for each, _ in bound)
 
     def _fill_evenly(
         self, prompts: list[list[Prompt]], num_decodes: list[int], chunk: int
