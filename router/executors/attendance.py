@@ -2,7 +2,8 @@
 
 A step that is sent, or its answer, says as well as a beat that who sent it is alive. So each side beats
 only when it has sent the other nothing for the time between beats: none travels while steps do. Nor does
-a timer run out then, which costs more than a step's part in it: what is due is done beside a step.
+a timer run out then, which costs more than a step's part in it: what is due is done beside a step. Answers
+that follow one another at once are not even noted one by one: when the last came is looked up when it matters.
 """
 
 import asyncio
@@ -63,7 +64,7 @@ class Attendance:
         epoch: Returns the epoch in which the executor at an address is sent steps; 0: in none.
         is_driver: Returns whether this router drives the group, or is about to.
         answers: Returns when the executors that are sent steps last answered, by address.
-        on_tick: Called with the time, on the event loop's clock, when silences are to be judged.
+        on_tick: Called with the time, on the event loop's clock, when there may be silences to judge.
         on_news: Called when an executor beats that did not before, or another router drives it no more.
 
     Attributes:
@@ -146,15 +147,16 @@ class Attendance:
         self._suspicion.note_answer(address, now)
 
     def note_answers(self) -> None:
-        """Notes the answers that came since the last tick."""
+        """Notes the answers that came and were not looked up yet."""
         self._catch_up(self._clock())
 
     def _tick(self) -> None:
         """Judges silences, and sends the beats that are due."""
         now = self._clock()
-        self._catch_up(now)
         self._tick_time = now
-        self._on_tick(now)
+        if now - self._due_time > LATE_S or self._suspicion.has_silence(now):
+            self._catch_up(now)
+            self._on_tick(now)
         has_steps = now - self._step_time < BEAT_S
         if now - self._beat_time > BEAT_S - TICK_S / 2:
             self._beat_time = now

@@ -453,6 +453,7 @@ class ExecutorGroup:
 
     def members(self) -> list[MemberStatus]:
         """Returns what beats tell of each executor. See engine.Executors."""
+        self._attendance.note_answers()
         now = asyncio.get_running_loop().time()
         return [self._status_of(member, now) for member in self._members]
 
@@ -481,8 +482,6 @@ class ExecutorGroup:
 
     def _judge(self, now: float) -> None:
         """Ends the epoch, or the forming, if an executor has fallen silent."""
-        if not self._suspicion.has_silence(now):
-            return
         is_idle = bool(self._streams) and all(stream.is_idle for stream in self._streams)
         for silence in self._suspicion.judge(now, self._epoch, is_idle=is_idle):
             problem = _describe_silence(silence, self._name)

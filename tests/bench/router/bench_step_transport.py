@@ -52,7 +52,7 @@ async def measure_periods(
     step_ms: float, depth: int, num_sequences: int, num_steps: int
 ) -> tuple[list[float], list[float]]:
     """Returns the device's periods and idle times, in microseconds."""
-    async with simulated_executor(step_ms, num_sequences, LAUNCH_MS) as (address, reports):
+    async with simulated_executor(step_ms, num_sequences, LAUNCH_MS) as (address, _, reports):
         async with running_engines(address, depth) as engines:
             listener = engines.listeners.open()
             for number in range(num_sequences):
@@ -66,7 +66,7 @@ async def measure_periods(
 
 async def measure_rtt() -> list[float]:
     """Returns round trips of a step of one sequence, in microseconds."""
-    async with simulated_executor(0.0, 1) as (address, _):
+    async with simulated_executor(0.0, 1) as (address, *_):
         group = group_of([address])
         scheduler = scheduler_of((await group.form()).shape, RTT_STEPS, num_requests=1)
         rtts = []

@@ -37,11 +37,12 @@ async def python_module(name: str, *options: str) -> AsyncIterator[asyncio.Strea
 @asynccontextmanager
 async def simulated_executor(
     step_ms: float, num_rows: int, launch_ms: float = 0.0
-) -> AsyncIterator[tuple[str, asyncio.StreamReader]]:
-    """Yields the address of a simulated executor, and the reports that it prints."""
+) -> AsyncIterator[tuple[str, int, asyncio.StreamReader]]:
+    """Yields the address and the process of a simulated executor, and the reports that it prints."""
     options = (f"--step-ms={step_ms}", f"--launch-ms={launch_ms}", f"--rows={num_rows}")
     async with python_module("tests.bench.support.simulated_executor", *options) as lines:
-        yield (await lines.readline()).decode().strip(), lines
+        address, pid = (await lines.readline()).decode().split()
+        yield address, int(pid), lines
 
 
 def scheduler_of(shape: GroupShape, max_tokens: int, num_requests: int) -> Scheduler:

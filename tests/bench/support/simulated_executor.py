@@ -3,12 +3,13 @@
     python -m tests.bench.support.simulated_executor [--step-ms 5] [--launch-ms 0.5] [--rows 256]
 
 A step's launch keeps the host busy for `launch-ms`. The step starts then, or when the step before
-it has ended, and takes `step-ms`. Every sampling sequence gets token 1. Prints its address once it listens and, at the end of each Step
-stream, one line of JSON: for each step the device's time since the end of the one before it, and
-how much of that it was idle, in microseconds.
+it has ended, and takes `step-ms`. Every sampling sequence gets token 1. Prints its address and the number of
+its process once it listens and, at the end of each Step stream, one line of JSON: for each step the device's
+time since the end of the one before it, and how much of that it was idle, in microseconds.
 """
 
 import json
+import os
 import time
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
@@ -145,7 +146,7 @@ async def serve(step_ms: float, launch_ms: float, num_rows: int) -> None:
     servicer = SimulatedExecutor(worker)
     server, port = await servicer.start(ServiceConfig(listen="127.0.0.1:0"))
     await servicer.load(lambda: (worker, describe(num_rows)))
-    print(f"127.0.0.1:{port}", flush=True)
+    print(f"127.0.0.1:{port} {os.getpid()}", flush=True)
     await server.wait_for_termination()
 
 
