@@ -400,6 +400,7 @@ def _connect(
     gloo = _c10d.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = min(timeout, CONNECT_TIMEOUT)
+    options._threads = 1  # as collectives run one at a time: each is one more to start and to end
     connections = Connections()
     with connections.collect():  # the device too: it listens, and who calls it is a peer
         with connections.collect_listening():
