@@ -7,6 +7,7 @@ fill             a batch on its way into the input buffers
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -129,6 +130,7 @@ class RunnerGraphs:
         self.registry = registry
         self.backend = backend
         self.sizes = tuple(sizes)
+        self._put_off: dict[int, Callable[[], None]] = {}  # captures, by size
 
     def attend(self, attention: Attention, *, breaks: bool = False) -> Attend:
         """Returns what a recorded pass calls of an attention.
@@ -146,34 +148,46 @@ class RunnerGraphs:
         attentions: Sequence[Attention],
         load: Callable[[int], tuple[Callable[[], object], Sequence[Work]]],
         *,
-        sizes: Sequence[int] | None = None,
         num_pieces: int = 1,
         breaks: bool | None = None,
+        may_put_off: bool = False,
     ) -> None:
-        """Captures sizes, the largest first, so that smaller ones fit into its memory.
+        """Captures every size, the largest first, so that smaller ones fit into its memory.
 
         Args:
             label: The runner's name.
             attentions: Those of its passes.
             load: Fills the buffers for a size with a dummy batch, plans attention, and returns the
                 pass to warm up and the pieces to record.
-            sizes: Which, ascending; None: every size.
             num_pieces: Pieces of a size.
             breaks: Whether graphs break at eager regions; None: where attention cannot be captured.
+            may_put_off: Whether the runner asks for each size (``need``) before it fills the buffers.
+                Where a capture runs nothing it is made then, as callers wait for a Join.
         """
         if breaks is None:
             breaks = not all(attention.is_capturable for attention in attentions)
-        self.registry.reset_for_capture()
         record = self.backend.capture_breakable if breaks else self.backend.capture
-        sizes = self.sizes if sizes is None else sizes
-        with self.backend.session(label=label, num_captures=len(sizes) * num_pieces):
-            for size in reversed(sizes):
-                run, pieces = load(size)
-                self.backend.warm_up(run)
-                for attention in attentions:
-                    attention.on_after_cuda_graph_warmup()
-                for piece, work in enumerate(pieces):
-                    record(ShapeKey(size, piece if num_pieces > 1 else None), work)
+
+        def capture(sizes: Sequence[int]) -> None:
+            self.registry.reset_for_capture()
+            with self.backend.session(label=label, num_captures=len(sizes) * num_pieces):
+                for size in reversed(sizes):
+                    run, pieces = load(size)
+                    self.backend.warm_up(run)
+                    for attention in attentions:
+                        attention.on_after_cuda_graph_warmup()
+                    for piece, work in enumerate(pieces):
+                        record(ShapeKey(size, piece if num_pieces > 1 else None), work)
+
+        if may_put_off and self.backend.outlives_group:
+            self._put_off = {size: partial(capture, [size]) for size in self.sizes}
+        else:
+            capture(self.sizes)
+
+    def need(self, size: int) -> None:
+        """Captures a size if that was put off."""
+        if (capture := self._put_off.pop(size, None)) is not None:
+            capture()
 
     def replay(self, size: int, piece: int | None = None) -> None:
         """Runs the graph of a size."""
@@ -182,6 +196,7 @@ class RunnerGraphs:
     def discard(self) -> None:
         """Drops what was captured."""
         self.backend.discard()
+        self._put_off.clear()
 
 
 def fill(

@@ -174,24 +174,19 @@ class DecodeRunner:
     def discard(self) -> None:
         """Drops what was captured."""
         self.graphs.discard()
-        self._views.clear()
 
     def capture(self) -> None:
-        """Captures every size; where that runs nothing, each when it is first run: callers wait for a Join."""
-        if not self.graphs.backend.outlives_group:
-            self._capture(self.graphs.sizes)
-
-    def _capture(self, sizes: Sequence[int]) -> None:
+        """Captures every size."""
         label = "decode" if self.num_tokens_per_bs == 1 else "verify"
-        self.graphs.capture_sizes(label, [self._pass.attention], self._load_dummy, sizes=sizes)
+        attentions = [self._pass.attention]
+        self.graphs.capture_sizes(label, attentions, self._load_dummy, may_put_off=True)
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
         """Returns float32 logits [T, V] of the batch's real rows, a view of the runner's buffer."""
         assert batch.layout.graph_size is not None, "the step names a graph"
         assert (batch.tree_mask is not None) == self._has_tree, "captured for trees, or for none"
         size = batch.layout.graph_size // self.num_tokens_per_bs
-        if size not in self._views:
-            self._capture([size])
+        self.graphs.need(size)
         self.graphs.registry.fill_from(  # an idle rank's rows are padding then
             batch,
             raw_bs=batch.batch_size,
@@ -257,11 +252,13 @@ class BreakablePrefillRunner:
     def capture(self) -> None:
         """Captures every size."""
         attentions = [self._pass.attention]
-        self.graphs.capture_sizes("prefill", attentions, self._load_dummy, breaks=True)
+        self.graphs.capture_sizes(
+            "prefill", attentions, self._load_dummy, breaks=True, may_put_off=True
+        )
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
         """Returns float32 logits [L, V] of ``batch.logits_indices``."""
-        size = len(_load(self._pass, self.graphs, batch).input_ids)
+        size = len(_load_real(self._pass, self.graphs, batch).input_ids)
         self.graphs.replay(size)
         return self._pass.compute_logits(self._hidden.index_select(0, batch.logits_indices))
 
@@ -312,11 +309,12 @@ class PiecewisePrefillRunner:
             self._load_dummy,
             num_pieces=self._num_layers + 1,
             breaks=False,
+            may_put_off=True,
         )
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
         """Returns float32 logits [L, V] of ``batch.logits_indices``."""
-        size = len(_load(self._pass, self.graphs, batch).input_ids)
+        size = len(_load_real(self._pass, self.graphs, batch).input_ids)
         attention = self._pass.attention
         attention.init_forward_metadata_in_graph()
         q, attended = self._q[:size], self._attended[:size]
@@ -400,6 +398,15 @@ class _CutPass:
             self._on_end(end.value)
         else:
             raise AssertionError("the model attends more often than the KV pool has layers")
+
+
+def _load_real(
+    forward_pass: ForwardPass, graphs: RunnerGraphs, batch: ForwardBatch
+) -> ForwardBatch:
+    """Does so for a batch that is no dummy, of a size that may not be captured yet."""
+    if batch.layout.graph_size is not None:
+        graphs.need(batch.layout.graph_size)
+    return _load(forward_pass, graphs, batch)
 
 
 def _load(forward_pass: ForwardPass, graphs: RunnerGraphs, batch: ForwardBatch) -> ForwardBatch:

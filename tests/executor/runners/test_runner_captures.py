@@ -147,17 +147,21 @@ def test_a_replay_plans_on_the_host_first_and_on_the_device_only_where_no_graph_
     assert log == expected
 
 
+@pytest.mark.parametrize("sizes", [DECODES, EXTENDS], ids=["decode", "breakable"])
 def test_a_capture_that_runs_nothing_is_made_when_its_size_is_first_run(
-    case: RunnerCase, log: list[str]
+    case: RunnerCase, log: list[str], sizes: GraphSizes
 ):
-    runner = case.build(DECODES, lambda: noting(EagerBackend(), log, OF_BACKEND))
-    batch = case.batch(np.random.default_rng(0), [1, 1, 1], 4, has_extend=False)
+    runner: Any = case.build(sizes, lambda: noting(EagerBackend(), log, OF_BACKEND))
+    of_graph, session, num_tokens = runner._decode, DECODE, [1, 1, 1]
+    if sizes is EXTENDS:
+        of_graph, session, num_tokens = runner._prefill, PREFILL, [1, 2]
+    batch = case.batch(np.random.default_rng(0), num_tokens, 4, has_extend=sizes is EXTENDS)
+    made = [session, "plan 4 rows", "warm up", "restore", "capture size 4"]
     for _ in range(2):
-        runner._decode.discard()
+        of_graph.discard()
         log.clear()
-        runner._decode.capture()
+        of_graph.capture()
         assert log == []
-        made = [DECODE, "plan 4 rows", "warm up", "restore", "capture size 4"]
         for before in (made, []):
             log.clear()
             case.run(runner, batch)
@@ -171,7 +175,7 @@ def test_what_another_runner_left_in_shared_buffers_is_gone_before_a_capture(
     case = RunnerCase(tiny_checkpoint)
     runner: Any
     if kind in PREFILL_GRAPHS:
-        runner = case.build(EXTENDS, prefill_graphs=kind)._prefill
+        runner = case.build(EXTENDS, RecordingBackend, prefill_graphs=kind)._prefill
     elif kind == "decode":
         runner = case.build(DECODES, RecordingBackend)._decode
     else:
