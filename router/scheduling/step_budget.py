@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from enum import StrEnum, auto
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from protos.settings import at_least, setting
 
 USUAL_TARGET_S = 0.05  # where the fixed part of a step with prompts is USUAL_FIXED_S at most
@@ -108,6 +111,7 @@ class Budget(NamedTuple):
 
     Attributes:
         own: [dp_size] seconds of each rank's own decodes.
+        longest: The greatest of these.
         num_free: [dp_size] tokens that fit beside the decodes.
         base: Seconds of the step if it ran prompts of no tokens.
         seconds: That it may take.
@@ -116,6 +120,7 @@ class Budget(NamedTuple):
 
     prices: Prices
     own: list[float]
+    longest: float
     num_free: list[int]
     num_decodes: int
     base: float
@@ -150,7 +155,7 @@ def open_budget(
     settings: BudgetSettings,
     prices: Prices,
     num_decodes: SequenceOf[int],
-    kv_tokens: SequenceOf[int],
+    kv_tokens: npt.ArrayLike,
     num_backlog: float,
     max_tokens: int,
 ) -> Budget:
@@ -168,9 +173,10 @@ def open_budget(
         max_tokens: Of a rank in a step.
     """
     num_ranks, total = len(num_decodes), sum(num_decodes)
-    row, kv = prices.row, prices.kv
-    own = [row * num + kv * read for num, read in zip(num_decodes, kv_tokens, strict=True)]
-    base = prices.base + prices.prompts + max(own) + prices.mean * total / num_ranks
+    decodes = np.array(num_decodes)
+    own: list[float] = (prices.row * decodes + prices.kv * np.asarray(kv_tokens)).tolist()
+    longest = max(own)
+    base = prices.base + prices.prompts + longest + prices.mean * total / num_ranks
     target_s, max_s = gap_range(settings, prices)
     seconds = max(IDLE_S, target_s, 2 * base)  # half of it, at least, is the prompts'
     if total:
@@ -181,8 +187,8 @@ def open_budget(
     elif math.isinf(num_backlog):
         seconds = max(seconds, max_s)
     chunk = int(max((seconds - base) / prices.unit, settings.min_chunk_tokens))
-    num_free = [max_tokens - num for num in num_decodes]
-    return Budget(prices, own, num_free, total, base, seconds, min(chunk, max_tokens))
+    num_free: list[int] = (max_tokens - decodes).tolist()
+    return Budget(prices, own, longest, num_free, total, base, seconds, min(chunk, max_tokens))
 
 
 # ---- level
@@ -216,17 +222,21 @@ def fill(budget: Budget, prompts: Prompts, min_chunk: int) -> list[int]:
     """
     prices, num_ranks = budget.prices, len(prompts)
     ranks = [rank for rank, waiting in enumerate(prompts) if waiting]  # the others run none
-    waiting, own = [prompts[rank] for rank in ranks], [budget.own[rank] for rank in ranks]
-    sums = [
-        min(sum(prompt.left for prompt in rank), budget.num_free[number])
-        for number, rank in zip(ranks, waiting, strict=True)
-    ]
-    least = max(budget.own)
+    all_counts = [0] * num_ranks
+    high = least = budget.longest
+    for number in ranks:
+        num, seconds = 0, budget.own[number]
+        for _, left, done, _ in prompts[number]:
+            num += left
+            seconds += left * (prices.row + prices.pair * (done + left / 2))
+        all_counts[number] = min(num, budget.num_free[number])
+        high = max(high, seconds)
     room = budget.seconds - budget.base + least  # for the level, and all that it runs
-    whole = (
-        decodes + sum(n * (prices.row + prices.pair * (done + n / 2)) for _, n, done, _ in rank)
-        for rank, decodes in zip(waiting, own, strict=True)
-    )
+    over = high + prices.mean * sum(all_counts) / num_ranks - room
+    if over <= 0:
+        return all_counts
+    waiting, own = [prompts[rank] for rank in ranks], [budget.own[rank] for rank in ranks]
+    sums = [all_counts[rank] for rank in ranks]
 
     def at(level: float) -> tuple[list[float], float]:
         counts = [
@@ -235,21 +245,17 @@ def fill(budget: Budget, prompts: Prompts, min_chunk: int) -> list[int]:
         ]
         return counts, max(least, level) + prices.mean * sum(counts) / num_ranks - room
 
-    counts = [float(most) for most in sums]
-    low, high = min(budget.own), max((least, *whole))
-    over = high + prices.mean * sum(sums) / num_ranks - room
-    if over > 0:
-        counts, under = at(low)
-        for _ in range(MAX_TURNS):
-            if under >= 0 or -under < 0.005 * room:
-                break
-            level = low + (high - low) * under / (under - over)
-            found, rest = at(level)
-            if rest <= 0:
-                low, under, counts, over = level, rest, found, over / 2
-            else:
-                high, over, under = level, rest, under / 2
-    all_counts = [0] * num_ranks
+    low = min(budget.own)
+    counts, under = at(low)
+    for _ in range(MAX_TURNS):
+        if under >= 0 or -under < 0.005 * room:
+            break
+        level = low + (high - low) * under / (under - over)
+        found, rest = at(level)
+        if rest <= 0:
+            low, under, counts, over = level, rest, found, over / 2
+        else:
+            high, over, under = level, rest, under / 2
     for number, rank, count, most in zip(ranks, waiting, counts, sums, strict=True):
         all_counts[number] = _with_rest(rank, max(int(count), min(min_chunk, most)), most)
     return all_counts
@@ -268,7 +274,7 @@ def _with_rest(prompts: SequenceOf[Prompt], count: int, most: int) -> int:
 def seconds_of(budget: Budget, prompts: Prompts, counts: SequenceOf[int]) -> float:
     """Returns what a step takes that runs so many tokens of each rank's prompts."""
     prices = budget.prices
-    longest = least = max(budget.own)
+    longest = least = budget.longest
     for rank, waiting in enumerate(prompts):
         if not waiting:
             continue
@@ -292,6 +298,34 @@ class Why(StrEnum):
     FULL = auto()  # they run: they fill it
     DEBT = auto()  # they run: waiting has cost as much as running costs the decodes
     DUE = auto()  # they run: they have waited for as long as a first token may
+
+
+class Offer(NamedTuple):
+    """What running prompts gives and costs: the same for as long as it is offered.
+
+    Attributes:
+        num_prompts: That are bound.
+        num_decodes: That the step is longer for.
+        waste_s: Seconds of it that prompts cost whatever they run, and that ranks wait for the fullest.
+        fills: Whether they fill the budget.
+    """
+
+    num_prompts: int
+    num_decodes: int
+    waste_s: float
+    fills: bool
+
+    @classmethod
+    def of(cls, budget: Budget, prompts: Prompts, counts: SequenceOf[int]) -> "Offer":
+        """Returns the offer of a step that would run so many tokens of each rank's prompts."""
+        excess = max(counts) - sum(counts) / len(counts)
+        filled_s = seconds_of(budget, prompts, counts) - budget.base
+        return cls(
+            sum(map(len, prompts)),
+            budget.num_decodes,
+            budget.prices.prompts + budget.prices.row * excess,
+            filled_s >= FULL * (budget.seconds - budget.base),
+        )
 
 
 class Hold:
@@ -319,40 +353,25 @@ class Hold:
         self._mean_tokens = 0.0  # of a rank in these
         self.debt = 0.0
 
-    def decide(
-        self,
-        budget: Budget,
-        prompts: Prompts,
-        counts: SequenceOf[int],
-        now: float,
-        *,
-        oldest: float,
-        num_stuck: int,
-    ) -> Why:
+    def decide(self, offer: Offer, now: float, *, oldest: float, num_stuck: int) -> Why:
         """Decides whether prompts run in the step that is planned now.
 
         Args:
-            counts: [dp_size] tokens that would run.
             oldest: When the first of the prompts was bound.
             num_stuck: Sequences that wait for rows or KV, which decodes give back.
         """
-        num_held = sum(map(len, prompts))
-        idle = num_held / (num_held + budget.num_decodes)  # share of the rows
+        num_held, num_decodes, waste_s, fills = offer
+        idle = num_held / (num_held + num_decodes)  # share of the rows
         self.debt += (num_held + idle * num_stuck) * (now - self._last_plan)
         self._last_plan = now
-        weight = budget.num_decodes / self._settings.first_token_weight + num_stuck
-        excess = max(counts) - sum(counts) / len(counts)
-        waste_s = budget.prices.prompts + budget.prices.row * excess
-        if not budget.num_decodes:
+        if not num_decodes:
             return Why.NO_DECODES
         if now - min(oldest, self._last_prompts) >= self._limit_s:
             return Why.DUE
+        weight = num_decodes / self._settings.first_token_weight + num_stuck
         if self.debt >= weight * waste_s:
             return Why.DEBT
-        filled_s = seconds_of(budget, prompts, counts) - budget.base
-        if filled_s >= FULL * (budget.seconds - budget.base):
-            return Why.FULL
-        return Why.HELD
+        return Why.FULL if fills else Why.HELD
 
     def note(self, counts: SequenceOf[int], now: float) -> None:
         """Notes that a step runs so many prompt tokens of each rank."""

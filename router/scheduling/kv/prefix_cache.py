@@ -6,9 +6,11 @@ block stands a salt: requests of another salt have other names for equal tokens.
 """
 
 from bisect import bisect_left
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as SequenceOf
 from hashlib import blake2b
-from itertools import compress
+from itertools import compress, repeat
+from operator import contains, or_
 from typing import NamedTuple
 
 import numpy as np
@@ -181,19 +183,6 @@ class PrefixCache:
         """Share of the prompt tokens of all sequences that was found here, 0 to 1."""
         return self.num_hit_tokens / max(1, self.num_queried_tokens)
 
-    @staticmethod
-    def find_in(caches: "SequenceOf[PrefixCache]", wanted: Wanted) -> dict[int, CachedPrefix]:
-        """Returns what `find` does, by rank, of those of a group's caches that have anything."""
-        if not len(wanted):
-            return {}
-        name, key = wanted.first, wanted.key(0)
-        found = {
-            rank: cache.find(wanted)
-            for rank, cache in enumerate(caches)
-            if name in cache._block_of or key in cache._tails.by_key  # `has_first`, in line
-        }
-        return {rank: prefix for rank, prefix in found.items() if prefix is not NO_PREFIX}
-
     def has_first(self, name: BlockHash, key: bytes) -> bool:
         """Whether a block has a name, or a tail begins with it by its key."""
         return name in self._block_of or key in self._tails.by_key
@@ -321,3 +310,37 @@ class PrefixCache:
             del self._block_of[name]
         if self.log is not None:
             self.log.forget(names)
+
+
+class PrefixCaches:
+    """The caches of a group's ranks, which a prompt is looked up in at once.
+
+    Most prompts are in none of them: then a look into two dictionaries of each is all.
+
+    Args:
+        caches: [dp_size] of each rank.
+    """
+
+    def __init__(self, caches: SequenceOf[PrefixCache]) -> None:
+        self._caches = caches
+        self._names: list[Collection[bytes]] = [cache._block_of for cache in caches]
+        self._keys: list[Collection[bytes]] = [cache._tails.by_key for cache in caches]
+
+    def __getitem__(self, rank: int) -> PrefixCache:
+        return self._caches[rank]
+
+    def __iter__(self) -> Iterator[PrefixCache]:
+        return iter(self._caches)
+
+    def find(self, wanted: Wanted) -> dict[int, CachedPrefix]:
+        """Returns what `PrefixCache.find` does, by rank, of those that have anything."""
+        if not len(wanted):
+            return {}
+        name, key = wanted.first, wanted.key(0)
+        has_name = list(map(contains, self._names, repeat(name)))
+        has_key = list(map(contains, self._keys, repeat(key)))
+        if not (True in has_name or True in has_key):
+            return {}
+        ranks = [rank for rank, has in enumerate(map(or_, has_name, has_key)) if has]
+        found = {rank: self._caches[rank].find(wanted) for rank in ranks}
+        return {rank: prefix for rank, prefix in found.items() if prefix is not NO_PREFIX}

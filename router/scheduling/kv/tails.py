@@ -59,7 +59,7 @@ class Tails:
         num_blocks: Blocks of the rank's pool.
 
     Attributes:
-        by_key: The number of each and itself, as it was added; for others to look into.
+        by_key: The number of each and itself, as it was added; for others to look into, who may keep it.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -118,9 +118,11 @@ class Tails:
     def _sweep(self) -> None:
         """Drops the tails of which nothing is there."""
         number_of = self._number_of
-        self.by_key = {
-            key: (number, tail)
-            for key, (number, tail) in self.by_key.items()
+        held = list(self.by_key.items())
+        self.by_key.clear()
+        self.by_key.update(
+            (key, (number, tail))
+            for key, (number, tail) in held
             if number_of[tail.block_ids[0]] == number
-        }
+        )
         self._num_held = sum(len(tail.block_ids) for _, tail in self.by_key.values())

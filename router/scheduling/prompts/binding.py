@@ -170,7 +170,7 @@ class Binder:
         cached = found.get(rank, NO_PREFIX)
         row = self._enter(self._waiting.pop(), rank, cached)
         prompt = self._order.prompt(row) if rank in found else Prompt(turn, num_tokens, 0, row)
-        loads.add(rank, prompt, len(cached.blocks))
+        loads.add(rank, prompt)
         return True
 
     def _enter(self, sequence: Sequence, rank: int, cached: CachedPrefix) -> int:

@@ -9,6 +9,7 @@ from router.scheduling.kv.prefix_cache import (
     NO_PREFIX,
     CachedPrefix,
     PrefixCache,
+    PrefixCaches,
     Wanted,
     part_name,
 )
@@ -50,12 +51,12 @@ class PrefixLookup:
 
     def __init__(
         self,
-        caches: list[PrefixCache],
+        caches: SequenceOf[PrefixCache],
         blocks: RowBlocks,
         block_size: int,
         kv_ids: SequenceOf[str],
     ) -> None:
-        self.caches = caches
+        self.caches = PrefixCaches(caches)
         self.kv_ids = kv_ids
         self._blocks = blocks
         self._block_size = block_size
@@ -63,7 +64,7 @@ class PrefixLookup:
     def find(self, sequence: Sequence) -> Found:
         """Returns what there is of a waiting sequence. Takes no reference."""
         wanted = self._wanted_blocks(sequence)
-        prefixes = PrefixCache.find_in(self.caches, wanted)
+        prefixes = self.caches.find(wanted)
         return Found(prefixes, self._find_home(sequence, wanted, prefixes), wanted)
 
     def estimate(self, sequence: Sequence) -> int:

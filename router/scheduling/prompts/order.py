@@ -19,7 +19,7 @@ class PromptOrder:
         costs: What steps take.
 
     Attributes:
-        prices: What a step's parts take, when `learn` was last called.
+        prices: What a step's parts take, when the last plan began.
         goes_by_time: Whether that is known, and to be gone by.
     """
 
@@ -33,15 +33,15 @@ class PromptOrder:
         self.prices = Prices(*costs.plain.values())
         self.goes_by_time = False
 
-    def learn(self) -> None:
+    def begin_plan(self) -> None:
         """Takes over what is known of steps by now."""
+        self._line.plan += 1
         cost = self._costs.plain
         self.goes_by_time = cost.is_known and self._settings.go_by_time
         self.prices = Prices(*cost.values(with_margin=True))
 
     def bound(self, rows: list[int]) -> list[list[Prompt]]:
         """Returns each rank's bound prompts in the order in which they run."""
-        self._line.plan += 1
         prompts: list[list[Prompt]] = [[] for _ in range(self._table.dp_size)]
         for row in rows:
             insort(prompts[self._table.rank_of(row)], self.prompt(row))

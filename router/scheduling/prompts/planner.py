@@ -26,6 +26,7 @@ from router.scheduling.step_budget import (
     Budget,
     BudgetSettings,
     Hold,
+    Offer,
     Prompt,
     Why,
     drained_tokens,
@@ -48,6 +49,8 @@ class _Layout(NamedTuple):
         budget: Of the step.
         prompts: [dp_size] each rank's, in order.
         counts: [dp_size] tokens of these.
+        offer: What that gives and costs.
+        urgent: Tokens of the prompts that may widen the gap; infinity: callers wait for them to go on.
         oldest: When the first of them was bound.
     """
 
@@ -56,6 +59,8 @@ class _Layout(NamedTuple):
     budget: Budget
     prompts: list[list[Prompt]]
     counts: list[int]
+    offer: Offer
+    urgent: float
     oldest: float
 
 
@@ -120,24 +125,26 @@ class PromptPlanner:
             return None, []
         decodes = table.row_set(runs)
         num_decodes = decodes.num_rows
-        if (held := self._take_held(rows, num_decodes)) is not None:
+        held, order = self._take_held(rows), self._order
+        if held is not None and held.num_decodes == num_decodes and not len(self._waiting):
             counts = self._decide(held, num_stuck=0)
             return None, self._take_chunks(held.prompts, counts, runs, num_decodes)
-        order, chunk = self._order, self._shape.max_num_batched_tokens
+        chunk = self._shape.max_num_batched_tokens
         if self._settings.go_by_time:
             num_seen = self._measures.costs.plain.num_steps[True]
             chunk = min(chunk, UNKNOWN_CHUNKS[num_seen % 2])
-        order.learn()
+        order.begin_plan()
         self._waiting.order_by_length(order.seconds_behind(1))
-        prompts, budget = order.bound(rows), None
+        prompts, budget = held.prompts if held else order.bound(rows), None
         if order.goes_by_time:
-            budget = self._open_budget(decodes, prompts)
+            budget = self._open_budget(decodes, rows, held)
             chunk = budget.chunk
         num_stuck = self._binder.bind(prompts, num_decodes, chunk)
         if num_stuck:  # one may have given way
             status = table.status
             runs &= status == RowStatus.DECODE
             prompts = [[p for p in rank if status[p.row] == RowStatus.EXTEND] for rank in prompts]
+            held = None
         if self._drafting is not None:
             limits = self._drafting.take_turn(runs, has_waiting=len(self._waiting) > 0)
             if limits is not None:
@@ -145,46 +152,52 @@ class PromptPlanner:
         if budget is None:
             counts = self._fill_evenly(prompts, num_decodes, chunk)
         else:
-            counts = self._fill(prompts, num_decodes, budget, num_stuck)
+            counts = self._fill(prompts, num_decodes, budget, num_stuck, held)
         return None, self._take_chunks(prompts, counts, runs, num_decodes)
 
-    def _take_held(self, rows: list[int], num_decodes: list[int]) -> _Layout | None:
-        """Returns what the last step held, if it is all that there is; then only time has passed.
+    def _take_held(self, rows: list[int]) -> _Layout | None:
+        """Returns what the last step held, if these rows are all that it held.
 
-        Prices, KV and turns are those of that step.
+        As nothing of them has run, their order and what they ask for is what it was. If no others wait, and as
+        many decode, only time has passed: prices and KV, too, are those of that step.
         """
         held, self._held = self._held, None
-        if held is None or len(self._waiting) or self._drafting is not None:
+        if held is None or self._drafting is not None or self._line.are_many:
             return None
-        return held if (held.rows, held.num_decodes) == (rows, num_decodes) else None
+        return held if held.rows == rows else None
 
-    def _open_budget(self, decodes: RowSet, prompts: list[list[Prompt]]) -> Budget:
-        """Returns the time of this step."""
-        bound = [(self._table.bound(p.row), p.left) for p in chain.from_iterable(prompts)]
+    def _urgent(self, rows: list[int], *, may_hurry: bool = True) -> float:
+        """Returns the tokens that rows have to run and that may widen the gap.
+
+        Infinity: interrupted answers have yet to go on.
+        """
+        table, num_tokens = self._table, 0
+        for row in rows:
+            sequence = table.bound(row)
+            if may_hurry and _hurries(sequence):
+                return math.inf
+            if sequence.request.priority >= 0:
+                num_tokens += int(table.num_extend[row]) - int(table.num_computed[row])
+        return num_tokens
+
+    def _open_budget(self, decodes: RowSet, rows: list[int], held: _Layout | None) -> Budget:
+        """Returns the time of this step; `rows` are those of its prompts, all of them held or none."""
         # Beside other flows' answers, a flow that resumes many has its share of the time, as ever.
         is_alone = not self._line.are_many or not any(decodes.num_rows)
-        if is_alone and self._has_hurry(bound):
+        backlog = held.urgent if held else self._urgent(rows, may_hurry=is_alone)
+        if is_alone and (first := self._waiting.peek()) and _hurries(first):
             backlog = math.inf  # their callers wait for the next token
         else:
             most = drained_tokens(self._settings, self._order.prices) * self._shape.dp_size
-            backlog = sum(left for each, left in bound if each.request.priority >= 0)
             backlog += self._waiting.backlog(most)
         return open_budget(
             self._settings,
             self._order.prices,
             decodes.num_rows,
-            self._builder.kv_tokens(decodes).tolist(),
+            self._builder.kv_tokens(decodes),
             backlog,
             self._shape.max_num_batched_tokens,
         )
-
-    def _has_hurry(self, bound: list[tuple[Sequence, int]]) -> bool:
-        """Whether interrupted answers have yet to go on."""
-        table, first = self._table, self._waiting.peek()
-        if first and _hurries(first):
-            return True
-        has_output = (table.status == RowStatus.EXTEND) & (table.num_extend > table.num_prompt)
-        return bool(np.count_nonzero(has_output)) and any(_hurries(each) for each, _ in bound)
 
     def _fill_evenly(
         self, prompts: list[list[Prompt]], num_decodes: list[int], chunk: int
@@ -203,25 +216,36 @@ class PromptPlanner:
         num_decodes: list[int],
         budget: Budget,
         num_stuck: int,
+        held: _Layout | None,
     ) -> list[int]:
-        """Returns how many prompt tokens each rank runs; none if they are held."""
+        """Returns how many prompt tokens each rank runs; none if they are held.
+
+        Args:
+            held: What the last step held, all of which is among the prompts; None: it held nothing, or
+                something else.
+        """
         counts = fill(budget, prompts, self._settings.min_chunk_tokens)
         if not any(counts):
             return counts
         rows = sorted(prompt.row for prompt in chain.from_iterable(prompts))
-        bound = list(map(self._table.bound, rows))
-        starts = [sequence.progress.start_time for sequence in bound]
-        oldest = min(start for start in starts if start is not None)
+        new = rows if held is None else list(set(rows).difference(held.rows))
+        bound = list(map(self._table.bound, new))
+        starts = [each.progress.start_time for each in bound]
+        oldest = min((start for start in starts if start is not None), default=math.inf)
+        urgent = self._urgent(new)
+        if held is not None:
+            oldest, urgent = min(oldest, held.oldest), urgent + held.urgent
         if self._line.are_many:  # a flood's many are no reason to hold another's prompt
             num_stuck = min(num_stuck, *(sequence.flow.num_waiting for sequence in bound))
-        layout = _Layout(rows, num_decodes, budget, prompts, counts, oldest)
+        offer = Offer.of(budget, prompts, counts)
+        layout = _Layout(rows, num_decodes, budget, prompts, counts, offer, urgent, oldest)
         return self._decide(layout, num_stuck)
 
     def _decide(self, layout: _Layout, num_stuck: int) -> list[int]:
         """Returns how many prompt tokens each rank runs of those laid out; none if they are held."""
-        _, _, budget, prompts, counts, oldest = layout
+        _, _, budget, prompts, counts, offer, _, oldest = layout
         now = self._clock()
-        why = self._hold.decide(budget, prompts, counts, now, oldest=oldest, num_stuck=num_stuck)
+        why = self._hold.decide(offer, now, oldest=oldest, num_stuck=num_stuck)
         self._measures.decisions[why] += 1
         if why is Why.HELD:
             self._held = layout

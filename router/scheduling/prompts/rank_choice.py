@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from router.scheduling.kv.block_pool import BlockPools
-from router.scheduling.kv.prefix_cache import CachedPrefix
+from router.scheduling.kv.prefix_cache import NO_PREFIX, CachedPrefix
 from router.scheduling.sequence_table import SequenceTable
 from router.scheduling.step import GroupShape
 from router.scheduling.step_budget import Prices, Prompt, Turn
@@ -82,14 +82,16 @@ class RankLoads:
         # A price of a token may be learnt as next to nothing.
         self._kv_work = min(MAX_KV_WORK, KV_STEPS * prices.kv / prices.token) * shape.block_size
         self._num_left = np.zeros(shape.dp_size, dtype=np.int64)
-        self._num_promised_blocks = [0] * shape.dp_size
-        for rank, of_rank in enumerate(prompts):
-            for prompt in of_rank:
-                self._promise(rank, prompt, int(table.num_blocks[prompt.row]))
-        self._last_turn = max((of_rank[-1].turn for of_rank in prompts if of_rank), default=())
-        self._work, self._room = self._look()
-        # Of a sequence behind all others: infinite where they take up the whole step.
-        self._costs = np.where(self._num_left < self._limits, self._work + self._num_left, math.inf)
+        self._num_promised_blocks = dict[int, int]()  # by rank, of those that were looked at
+        busy = [rank for rank, of_rank in enumerate(prompts) if of_rank]
+        self._last_turn = max((prompts[rank][-1].turn for rank in busy), default=())
+        for rank in busy:
+            self._num_left[rank] = sum(prompt.left for prompt in prompts[rank])
+        self._work: Float64Array = self._num_decodes + self._kv_work * pools.num_used
+        # Of a sequence behind all others: infinite where they take up the whole step, or all rows.
+        self._costs = self._work + self._num_left
+        self._costs[self._num_left >= self._limits] = math.inf
+        self._costs[table.num_bound_rows == table.rows_per_rank] = math.inf
         self.is_stuck = False
 
     def pick(
@@ -117,7 +119,7 @@ class RankLoads:
             something of the sequence in this step.
         """
         block_size, costs, weight = self._shape.block_size, self._costs, 1
-        self.is_stuck, has_room = False, self._room >= self._num_missing(num_tokens, 0)
+        self.is_stuck = False
         if is_interrupted or turn < self._last_turn:
             weight = INTERRUPTED if is_interrupted else 1
             behind = self._num_left_behind(turn)
@@ -127,10 +129,13 @@ class RankLoads:
         if found:
             costs = costs.copy()
             for rank, prefix in found.items():
-                has_room[rank] = self._num_taken(rank, num_tokens, prefix) <= self._room[rank]
                 costs[rank] -= weight * len(prefix.blocks) * block_size
-        if home is not None and has_room[home]:
-            return home
+        best = int(costs.argmin()) if home is None else home
+        if (home is not None or costs[best] < math.inf) and self._has_room(best, num_tokens, found):
+            return best
+        has_room = self._rooms() >= self._num_missing(num_tokens, 0)
+        for rank in found:
+            has_room[rank] = self._has_room(rank, num_tokens, found)
         costs = np.where(has_room, costs, math.inf)
         rank = int(costs.argmin())
         if costs[rank] < math.inf:
@@ -148,42 +153,56 @@ class RankLoads:
                 behind[rank] += prompt.left
         return behind
 
-    def _num_taken(self, rank: int, num_tokens: int, cached: CachedPrefix) -> int:
-        """Returns blocks that a sequence would take from a rank's pool in all."""
-        pool = self._pools[rank]
+    def _has_room(self, rank: int, num_tokens: int, found: Mapping[int, CachedPrefix]) -> bool:
+        """Whether a rank has a row and blocks for a sequence."""
+        pool, num_bound = self._pools[rank], self._table.num_bound(rank)
+        if not 0 < num_bound < self._table.rows_per_rank:
+            return not num_bound
+        num_kept = self._num_promised(rank) + num_bound * self._table.num_lists
+        cached = found.get(rank, NO_PREFIX)
         num_unused = pool.num_unused(cached.blocks) + pool.num_unused(cached.window_blocks)
-        return num_unused + self._num_missing(num_tokens, len(cached.blocks))
+        num_missing = self._num_missing(num_tokens, len(cached.blocks))
+        return num_unused + num_missing <= pool.num_available - num_kept
 
-    def add(self, rank: int, prompt: Prompt, num_held: int) -> None:
-        """Counts a prompt that was just bound, and holds so many blocks of others."""
+    def add(self, rank: int, prompt: Prompt) -> None:
+        """Counts a prompt that was just bound."""
         insort(self._prompts[rank], prompt)
         self._last_turn = max(self._last_turn, prompt.turn)
-        self._promise(rank, prompt, num_held)
-        pool, table = self._pools[rank], self._table
-        num_kept = self._num_promised_blocks[rank] + table.num_bound(rank) * table.num_lists
-        num_available, num_left = pool.num_available, int(self._num_left[rank])
-        num_used = pool.num_blocks - 1 - num_available
-        work = self._work[rank] = int(self._num_decodes[rank]) + self._kv_work * num_used
-        self._costs[rank] = work + num_left if num_left < self._limits[rank] else math.inf
-        self._room[rank] = num_available - num_kept if table.has_free_row(rank) else 0
+        num_left = int(self._num_left[rank]) + prompt.left
+        self._num_left[rank] = num_left
+        if rank in self._num_promised_blocks:
+            self._num_promised_blocks[rank] += self._num_promised_to(prompt)
+        work = int(self._num_decodes[rank]) + self._kv_work * self._pools[rank].num_used
+        self._work[rank] = work
+        has_place = num_left < self._limits[rank] and self._table.has_free_row(rank)
+        self._costs[rank] = work + num_left if has_place else math.inf
 
-    def _promise(self, rank: int, prompt: Prompt, num_held: int) -> None:
-        self._num_left[rank] += prompt.left
-        self._num_promised_blocks[rank] += self._num_missing(prompt.done + prompt.left, num_held)
+    def _num_promised(self, rank: int) -> int:
+        """Returns the blocks that a rank's bound prompts still take."""
+        num_blocks = self._num_promised_blocks.get(rank)
+        if num_blocks is None:
+            num_blocks = sum(map(self._num_promised_to, self._prompts[rank]))
+            self._num_promised_blocks[rank] = num_blocks
+        return num_blocks
 
-    def _look(self) -> tuple[Float64Array, Float64Array]:
-        """Returns what each rank has to do, and how many blocks another sequence may take.
+    def _num_promised_to(self, prompt: Prompt) -> int:
+        num_held = int(self._table.num_blocks[prompt.row])
+        return self._num_missing(prompt.done + prompt.left, num_held)
+
+    def _rooms(self) -> Float64Array:
+        """Returns float64 [dp_size], how many blocks another sequence may take of each rank.
 
         Those are all for its known tokens and one more. Beyond them, one free column is left for
         each sequence that the rank already has, which will want it soon. An empty rank takes any
         sequence that the model's length admits.
         """
-        pools, table = self._pools, self._table
+        table = self._table
         num_bound = table.num_bound_rows
-        num_kept = self._num_promised_blocks + num_bound * table.num_lists
-        room = np.where(num_bound > 0, pools.num_available - num_kept, math.inf)
-        room[num_bound == table.rows_per_rank] = 0
-        return self._num_decodes + self._kv_work * pools.num_used, room
+        num_promised = np.array([self._num_promised(rank) for rank in range(table.dp_size)])
+        num_kept = num_promised + num_bound * table.num_lists
+        rooms = np.where(num_bound > 0, self._pools.num_available - num_kept, math.inf)
+        rooms[num_bound == table.rows_per_rank] = -1
+        return rooms
 
     def _num_missing(self, num_tokens: int, num_held: int) -> int:
         """Blocks for this many tokens and the one that they lead to, where a row holds so many."""

@@ -598,7 +598,7 @@ def test_what_an_interrupted_answer_has_cached_or_waits_for_weighs_more_than_the
     assert loads.pick(turn, 30, cached) == 1
     assert loads.pick(turn, 30, cached, is_interrupted=True) == 0
     assert loads.pick(turn, 30, {}, is_interrupted=True) == 1
-    loads.add(1, Prompt(turn, 12, 0, 8), 0)
+    loads.add(1, Prompt(turn, 12, 0, 8))
     behind = (1.0, 0.0, 0, 0)
     assert loads.pick(behind, 30, {}) == 1
     assert loads.pick(behind, 30, {}, is_interrupted=True) == 0

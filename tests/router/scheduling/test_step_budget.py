@@ -10,6 +10,7 @@ from router.scheduling.step_budget import (
     Budget,
     BudgetSettings,
     Hold,
+    Offer,
     Prices,
     Prompt,
     Why,
@@ -108,7 +109,7 @@ def decide(hold: Hold, now: float, decodes: int, *lengths: list[int], bound: flo
     prompts = prompts_of(*lengths)
     budget = budget_of([decodes] * len(lengths))
     counts = fill(budget, prompts, 128)
-    return hold.decide(budget, prompts, counts, now, oldest=bound, num_stuck=0)
+    return hold.decide(Offer.of(budget, prompts, counts), now, oldest=bound, num_stuck=0)
 
 
 def test_prompts_run_at_once_where_nobody_decodes_or_they_fill_the_step() -> None:
@@ -138,7 +139,8 @@ def test_prompts_of_a_full_group_run_when_their_empty_rows_have_cost_what_the_st
         ended = [32] * 2 * num_steps  # of each rank; others took their rows
         budget = budget_of([60 - len(ended)] * 2, 400 * 32)
         counts, now = [sum(ended)] * 2, 0.012 * num_steps
-        why = hold.decide(budget, prompts_of(ended, ended), counts, now, oldest=0.0, num_stuck=400)
+        offer = Offer.of(budget, prompts_of(ended, ended), counts)
+        why = hold.decide(offer, now, oldest=0.0, num_stuck=400)
     assert why is Why.DEBT
     assert 3 <= num_steps <= 6
 
