@@ -71,9 +71,13 @@ class CachedPrefix(NamedTuple):
     window_blocks: BlockIds
     num_part_tokens: int = 0
 
+    @property
+    def num_full_blocks(self) -> int:
+        return len(self.blocks) - bool(self.num_part_tokens)
+
     def num_tokens(self, block_size: int) -> int:
         """Returns how many tokens it has."""
-        return (len(self.blocks) - bool(self.num_part_tokens)) * block_size + self.num_part_tokens
+        return self.num_full_blocks * block_size + self.num_part_tokens
 
 
 NO_PREFIX = CachedPrefix(NO_BLOCKS, NO_BLOCKS)

@@ -1,22 +1,32 @@
 """Binding of waiting sequences to rows of ranks: who is next, who waits for whom, who gives way."""
 
 from collections.abc import Callable
+from enum import Enum, auto
 from itertools import chain
 
 from router.requests.request import Sequence
 from router.requests.waiting_queue import SequenceQueue
 from router.scheduling.counters import GroupMeasures, TokenGaps
-from router.scheduling.kv.prefix_cache import NO_PREFIX, BlockHash, CachedPrefix
+from router.scheduling.kv.prefix_cache import NO_PREFIX, CachedPrefix
 from router.scheduling.kv.row_blocks import RowBlocks
-from router.scheduling.prompts.lookup import PrefixLookup
+from router.scheduling.prompts.common_parts import CommonParts
+from router.scheduling.prompts.lookup import Found, PrefixLookup
 from router.scheduling.prompts.order import PromptOrder
 from router.scheduling.prompts.rank_choice import RankLoads
 from router.scheduling.sequence_table import RowStatus, SequenceTable
 from router.scheduling.step import GroupShape
-from router.scheduling.step_budget import Prompt, Turn
+from router.scheduling.step_budget import Prompt
 
 ROWS_PER_KEPT = 128  # of a group: so seldom one stays free for a flow that has none
-SHARED_TOKENS = 64  # for which an interrupted sequence waits for another that runs them
+MAX_DEFERRED = 512  # that a plan puts aside: the rest of the line waits behind so many
+
+
+class Outcome(Enum):
+    """What came of binding a sequence."""
+
+    BOUND = auto()
+    NO_RANK = auto()  # has a row, blocks and time for it
+    DEFERRED = auto()  # another runs first what they have in common
 
 
 class Binder:
@@ -75,7 +85,7 @@ class Binder:
         """
         if not len(self._waiting):
             return 0
-        deferred, num_stuck = [], 0
+        num_stuck = 0
         prices, kv_ids = self._order.prices, self._lookup.kv_ids
         loads = RankLoads(
             self._shape, self._table, self._pools, prompts, num_decodes, chunk, prices
@@ -84,19 +94,21 @@ class Binder:
             self._is_first = False
             if any(each.progress.has_kept_kv(kv_ids) for each in self._waiting):
                 self._bind_kept(loads)
-        coming = dict[BlockHash, Turn]()
-        for prompt in chain.from_iterable(prompts):
-            self._note_coming(coming, self._table.bound(prompt.row))
-        while (sequence := self._waiting.peek()) is not None:
-            if self._waits_for_its_leader(sequence) or self._waits_for_blocks(sequence, coming):
-                deferred.append(self._waiting.pop(is_aside=True))
-            elif not self._bind_to_best_rank(sequence, loads):
+        common, deferred = None, list[Sequence]()
+        while (sequence := self._waiting.peek()) is not None and len(deferred) < MAX_DEFERRED:
+            if common is None and sequence.is_interrupted:
+                rows = (prompt.row for prompt in chain.from_iterable(prompts))
+                common = CommonParts(self._table, self._order, map(self._table.bound, rows))
+            outcome = self._bind_in_turn(sequence, loads, common)
+            if outcome is Outcome.NO_RANK:
                 if loads.is_stuck:
                     num_stuck = len(self._waiting)
                     self._preempt_for(sequence)
                 break
-            else:
-                self._note_coming(coming, sequence)
+            if outcome is Outcome.DEFERRED:
+                deferred.append(self._waiting.pop(is_aside=True))
+            elif common is not None:
+                common.note(sequence)
         for sequence in deferred:
             self._waiting.push(sequence, is_back=True)
         return num_stuck
@@ -106,32 +118,6 @@ class Binder:
         leader = sequence.request.sequences[0]
         is_running = leader.table is not None and leader is not sequence
         return is_running and self._table.status[leader.row] == RowStatus.EXTEND
-
-    def _note_coming(self, coming: dict[BlockHash, Turn], sequence: Sequence) -> None:
-        """Notes a block that an interrupted sequence, which is bound, runs before long, and its turn."""
-        if sequence.is_interrupted:
-            done = int(self._table.num_computed[sequence.row])
-            turn = self._order.turn(sequence, done)
-            for name in self._last_shared(sequence.block_hashes, done // self._shape.block_size):
-                coming[name] = min(coming.get(name, turn), turn)
-
-    def _waits_for_blocks(self, sequence: Sequence, coming: dict[BlockHash, Turn]) -> bool:
-        """Whether a bound sequence is about to run what this one would have to run next.
-
-        After a loss many go on at once. Of those that begin alike one computes that, and the others find
-        it as soon as it is planned. New prompts run at once, wherever there is time.
-        """
-        if not (coming and sequence.is_interrupted):
-            return False
-        found = self._lookup.find(sequence)
-        names = self._last_shared(found.wanted.hashes, found.num_blocks)
-        turns = [coming.get(name) for name in names]
-        return any(turn is not None and turn <= self._order.turn(sequence) for turn in turns)
-
-    def _last_shared(self, hashes: list[BlockHash], first: int) -> list[BlockHash]:
-        """Returns the name of the block from `first` on that makes it worth to wait, if there is one."""
-        place = first + max(1, SHARED_TOKENS // self._shape.block_size) - 1
-        return hashes[place : place + 1]
 
     def _is_kept_out(self, sequence: Sequence) -> bool:
         """Whether what rows are free are kept for flows that have none.
@@ -148,30 +134,47 @@ class Binder:
         """Binds what ranks have KV of since before a loss, until others take rows and blocks there."""
         others = []
         while (sequence := self._waiting.peek()) is not None:
-            if not self._bind_to_best_rank(sequence, loads, only_home=True):
+            found = self._lookup.find(sequence)
+            if found.home is None or self._pick(sequence, loads, found) != found.home:
                 others.append(self._waiting.pop(is_aside=True))
+            else:
+                self._bind_to(found.home, sequence, loads, found)
         for sequence in others:
             self._waiting.push(sequence, is_back=True)
 
-    def _bind_to_best_rank(
-        self, sequence: Sequence, loads: RankLoads, *, only_home: bool = False
-    ) -> bool:
-        if not only_home and self._is_kept_out(sequence):
+    def _bind_in_turn(
+        self, sequence: Sequence, loads: RankLoads, common: CommonParts | None
+    ) -> Outcome:
+        """Binds the first of the line to its best rank, unless it is better to wait."""
+        if self._waits_for_its_leader(sequence):
+            return Outcome.DEFERRED
+        common = common if sequence.is_interrupted else None
+        if common is not None and common.begins_like_one_that_waits(sequence):
+            return Outcome.DEFERRED
+        found = self._lookup.find(sequence)
+        if common is not None and common.must_wait(sequence, found):
+            return Outcome.DEFERRED
+        if self._is_kept_out(sequence):
             loads.is_stuck = True
-            return False
-        num_tokens = len(sequence.tokens)  # once bound, its tokens are a whole row
-        found, home, _ = self._lookup.find(sequence)
-        if only_home and home is None:
-            return False
-        turn, is_interrupted = self._order.turn(sequence), sequence.is_interrupted
-        rank = loads.pick(turn, num_tokens, found, is_interrupted=is_interrupted, home=home)
-        if rank is None or (only_home and rank != home):
-            return False
-        cached = found.get(rank, NO_PREFIX)
-        row = self._enter(self._waiting.pop(), rank, cached)
-        prompt = self._order.prompt(row) if rank in found else Prompt(turn, num_tokens, 0, row)
-        loads.add(rank, prompt)
-        return True
+            return Outcome.NO_RANK
+        rank = self._pick(sequence, loads, found)
+        if rank is None:
+            return Outcome.NO_RANK
+        if common is not None and common.must_wait(sequence, found, rank):
+            return Outcome.DEFERRED
+        self._bind_to(rank, sequence, loads, found)
+        return Outcome.BOUND
+
+    def _pick(self, sequence: Sequence, loads: RankLoads, found: Found) -> int | None:
+        turn, num_tokens = self._order.turn(sequence), len(sequence.tokens)
+        is_interrupted, home = sequence.is_interrupted, found.home
+        return loads.pick(
+            turn, num_tokens, found.prefixes, is_interrupted=is_interrupted, home=home
+        )
+
+    def _bind_to(self, rank: int, sequence: Sequence, loads: RankLoads, found: Found) -> None:
+        row = self._enter(self._waiting.pop(), rank, found.prefixes.get(rank, NO_PREFIX))
+        loads.add(rank, self._order.prompt(row))
 
     def _enter(self, sequence: Sequence, rank: int, cached: CachedPrefix) -> int:
         """Gives a sequence a row of a rank, which it returns."""

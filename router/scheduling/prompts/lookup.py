@@ -33,7 +33,11 @@ class Found(NamedTuple):
     def num_blocks(self) -> int:
         """The full blocks of the longest prefix."""
         prefixes = self.prefixes.values()
-        return max((len(each.blocks) - bool(each.num_part_tokens) for each in prefixes), default=0)
+        return max((each.num_full_blocks for each in prefixes), default=0)
+
+    def num_blocks_of(self, rank: int) -> int:
+        """The full blocks that a rank has."""
+        return self.prefixes.get(rank, NO_PREFIX).num_full_blocks
 
 
 class PrefixLookup:
@@ -79,7 +83,7 @@ class PrefixLookup:
         if sequence.hashed_size != block_size:  # by another group
             hashes.clear()
             sequence.hashed_size = block_size
-        if not self._may_find(sequence):
+        if not may_find(sequence):
             count = 0
         wanted = Wanted(hashes, tokens[: count * block_size], block_size, salt)
         if sequence.is_interrupted:
@@ -95,7 +99,7 @@ class PrefixLookup:
         Adds to what was found there the block that the sequence had not filled.
         """
         progress = sequence.progress
-        if not progress.has_kept_kv(self.kv_ids) or not self._may_find(sequence):
+        if not progress.has_kept_kv(self.kv_ids) or not may_find(sequence):
             return None
         home = self.kv_ids.index(progress.kv_id)
         prefix = found.get(home, NO_PREFIX)
@@ -110,7 +114,7 @@ class PrefixLookup:
         found[home] = prefix
         return home
 
-    @staticmethod
-    def _may_find(sequence: Sequence) -> bool:
-        """Whether none of its prompt tokens is to be scored, and KV is not what executors may be lost by."""
-        return not (sequence.needs_prompt_logprobs or is_last_suspect(sequence))
+
+def may_find(sequence: Sequence) -> bool:
+    """Whether none of its prompt tokens is to be scored, and KV is not what executors may be lost by."""
+    return not (sequence.needs_prompt_logprobs or is_last_suspect(sequence))

@@ -7,7 +7,9 @@ import pytest
 
 from router.requests.request import Request, Suspicion
 from router.scheduling.kv.prefix_cache import NO_PREFIX, WINDOW, PrefixCache, part_name
-from router.scheduling.prompts.binding import SHARED_TOKENS
+from router.scheduling.prompts import binding
+from router.scheduling.prompts.common_parts import SHARED_TOKENS
+from router.scheduling.prompts.lookup import PrefixLookup
 from router.scheduling.sequence_table import RowStatus
 from tests.router.support.stepper import (
     CHAIN,
@@ -248,6 +250,53 @@ def test_what_interrupted_sequences_begin_with_alike_is_computed_once(
     # What little is left of it need not be waited for.
     assert 160 < num_extend < 160 + 2 * SHARED_TOKENS + 3 * 12
     finish(world, *alike)
+
+
+def test_what_interrupted_sequences_begin_with_alike_is_computed_once_on_each_rank_that_takes_some() -> (
+    None
+):
+    sizes = {"max_num_batched_tokens": 1000, "max_model_len": 256}
+    shape = make_shape(dp_size=2, rows_per_rank=4, num_blocks=300, **sizes)
+    world = Stepper(shape, target_token_gap_ms=0.0)
+    alike = [world.submit([*range(1, 161)], max_tokens=60) for _ in range(8)]
+    while not all(request.sequences[0].num_output_tokens for request in alike):
+        world.step()
+    world.lose()
+    for cache in world.scheduler.caches:
+        cache.pool.evict_all()
+    num_extend = [0, 0]
+    while len(world.admission) or any(world.table.status == RowStatus.EXTEND):
+        plan = world.step()
+        for rank, batch in plan.chunks.items():
+            num_extend[rank] += len(batch.token_ids)
+        world.check()
+    assert sorted(world.table.num_bound_rows.tolist()) == [4, 4]
+    assert max(num_extend) < 160 + 4 * (SHARED_TOKENS + 30)
+    finish(world, *alike)
+
+
+@pytest.mark.parametrize("max_deferred", [3, 512])
+def test_of_many_interrupted_sequences_that_begin_alike_few_are_looked_up(
+    max_deferred: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(binding, "MAX_DEFERRED", max_deferred)
+    sizes = {"rows_per_rank": 20, "max_num_logits": 40, "max_model_len": 256}
+    world = Stepper(make_shape(num_blocks=900, **sizes))
+    alike = [world.submit([*range(1, 161)], max_tokens=30) for _ in range(20)]
+    while not all(request.sequences[0].num_output_tokens for request in alike):
+        world.step()
+    world.lose()
+    world.scheduler.caches[0].pool.evict_all()
+    world.step()  # the first of an epoch looks for what ranks have of each
+    looked_up: list[object] = []
+    find = PrefixLookup.find
+    monkeypatch.setattr(
+        PrefixLookup, "find", lambda self, each: looked_up.append(each) or find(self, each)
+    )
+    world.step()
+    assert len(looked_up) <= 2
+    finish(world, *alike)
+    assert_right(*alike)
 
 
 def test_new_prompts_that_begin_alike_run_at_once() -> None:
