@@ -209,7 +209,7 @@ class LocalStack:
         await self.routers[number].event("listening")
 
     async def wait_until_ready(self) -> None:
-        """Returns when the first router takes requests.
+        """Returns when a router takes requests, whichever of them drives.
 
         Raises:
             ProcessEnded: The router or an executor ended first.
@@ -218,7 +218,7 @@ class LocalStack:
         ends = [process.exited() for process in self._current]
         try:
             async with asyncio.timeout(self.ready_timeout_s):
-                await _first_of([self._watch_readiness(), *ends])
+                await _first_of([*map(self._watch_readiness, range(self.num_routers)), *ends])
         except TimeoutError:
             raise TimeoutError(
                 f"no group formed in {self.ready_timeout_s:.0f} s: {await self._problem()}"
@@ -317,9 +317,10 @@ class LocalStack:
     def _current(self) -> list[Process]:
         return [*self.executors, *self.routers]
 
-    async def _watch_readiness(self) -> None:
-        opener = channel_opener(self.address, self.tls, self.token)
-        async with opener.open(self.address, ()) as channel:
+    async def _watch_readiness(self, number: int) -> None:
+        address = self.addresses[number]
+        opener = channel_opener(address, self.tls, self.token)
+        async with opener.open(address, ()) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)  # its stub lacks methods
             request = health_pb2.HealthCheckRequest(service=READINESS)
             try:
@@ -327,7 +328,7 @@ class LocalStack:
                     if response.status == health_pb2.HealthCheckResponse.SERVING:
                         return
             except grpc.aio.AioRpcError:
-                await self.router.exited()  # it was ending, and its log says why
+                await self.routers[number].exited()  # it was ending, and its log says why
 
     async def _problem(self) -> str:
         try:
