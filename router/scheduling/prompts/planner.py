@@ -39,13 +39,14 @@ from router.scheduling.step_builder import Chunk, StepBuilder
 # are alike tell nothing apart.
 UNKNOWN_CHUNKS = 256, 512
 
+FEW_ENDS = 64  # one of so many decodes: without it, prompts are held or run as with it
+
 
 class _Layout(NamedTuple):
     """What a step could run of prompts.
 
     Attributes:
         rows: Of the prompts, ascending.
-        num_decodes: [dp_size] beside them.
         budget: Of the step.
         prompts: [dp_size] each rank's, in order.
         counts: [dp_size] tokens of these.
@@ -55,13 +56,17 @@ class _Layout(NamedTuple):
     """
 
     rows: list[int]
-    num_decodes: list[int]
     budget: Budget
     prompts: list[list[Prompt]]
     counts: list[int]
     offer: Offer
     urgent: float
     oldest: float
+
+    def is_beside(self, num_decodes: int) -> bool:
+        """Whether hardly any of the decodes have ended that it was laid out beside."""
+        num_before = self.budget.num_decodes
+        return num_decodes <= num_before <= num_decodes + num_before // FEW_ENDS
 
 
 class PromptPlanner:
@@ -126,7 +131,7 @@ class PromptPlanner:
         decodes = table.row_set(runs)
         num_decodes = decodes.num_rows
         held, order = self._take_held(rows), self._order
-        if held is not None and held.num_decodes == num_decodes and not len(self._waiting):
+        if held is not None and not len(self._waiting) and held.is_beside(sum(num_decodes)):
             counts = self._decide(held, num_stuck=0)
             return None, self._take_chunks(held.prompts, counts, runs, num_decodes)
         chunk = self._shape.max_num_batched_tokens
@@ -158,8 +163,8 @@ class PromptPlanner:
     def _take_held(self, rows: list[int]) -> _Layout | None:
         """Returns what the last step held, if these rows are all that it held.
 
-        As nothing of them has run, their order and what they ask for is what it was. If no others wait, and as
-        many decode, only time has passed: prices and KV, too, are those of that step.
+        As nothing of them has run, their order and what they ask for is what it was. If no others wait, and
+        hardly any decode has ended, only time has passed: prices and KV, too, are those of that step.
         """
         held, self._held = self._held, None
         if held is None or self._drafting is not None or self._line.are_many:
@@ -238,12 +243,12 @@ class PromptPlanner:
         if self._line.are_many:  # a flood's many are no reason to hold another's prompt
             num_stuck = min(num_stuck, *(sequence.flow.num_waiting for sequence in bound))
         offer = Offer.of(budget, prompts, counts)
-        layout = _Layout(rows, num_decodes, budget, prompts, counts, offer, urgent, oldest)
+        layout = _Layout(rows, budget, prompts, counts, offer, urgent, oldest)
         return self._decide(layout, num_stuck)
 
     def _decide(self, layout: _Layout, num_stuck: int) -> list[int]:
         """Returns how many prompt tokens each rank runs of those laid out; none if they are held."""
-        _, _, budget, prompts, counts, offer, _, oldest = layout
+        _, budget, prompts, counts, offer, _, oldest = layout
         now = self._clock()
         why = self._hold.decide(offer, now, oldest=oldest, num_stuck=num_stuck)
         self._measures.decisions[why] += 1

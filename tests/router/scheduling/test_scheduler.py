@@ -641,3 +641,28 @@ def _steps_of_held_prompts(first_token_ms: float) -> list[bool]:
         runs.append(world.step().agreement.has_extend)
     assert world.measures.decisions[Why.HELD] >= runs.index(True)
     return runs
+
+
+@pytest.mark.parametrize(("num_ends", "is_laid_out_again"), [(0, False), (1, False), (9, True)])
+def test_a_prompt_that_is_held_is_laid_out_again_when_more_than_a_few_decodes_have_ended(
+    num_ends: int, is_laid_out_again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"max_num_batched_tokens": 400, "max_num_logits": 160, "num_blocks": 900}
+    shape = make_shape(rows_per_rank=80, **sizes)
+    world = Stepper(shape, target_first_token_ms=1000.0, first_token_weight=1.0)
+    world.measures.costs.plain.num_steps = [64, 64]
+    decodes = [world.submit([1, 2, 3], max_tokens=40) for _ in range(70)]
+    while (world.table.status == RowStatus.DECODE).sum() < 70:
+        world.now += 0.001
+        world.step()
+    world.submit([4, 5, 6], max_tokens=2)
+    world.step()
+    assert world.measures.decisions[Why.HELD] == 1
+    layouts: list[object] = []
+    fill = PromptPlanner._fill
+    monkeypatch.setattr(PromptPlanner, "_fill", lambda *args: layouts.append(args) or fill(*args))
+    for request in decodes[:num_ends]:
+        world.scheduler.fail(request.sequences[0], Cancelled("gone"))
+    world.step()
+    assert world.measures.decisions[Why.HELD] == 2
+    assert bool(layouts) == is_laid_out_again
