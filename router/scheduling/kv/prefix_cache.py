@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from collections.abc import Sequence as SequenceOf
 from hashlib import blake2b
 from itertools import compress, repeat
-from operator import contains, or_
+from operator import contains
 from typing import NamedTuple
 
 import numpy as np
@@ -341,10 +341,14 @@ class PrefixCaches:
         if not len(wanted):
             return {}
         name, key = wanted.first, wanted.key(0)
-        has_name = list(map(contains, self._names, repeat(name)))
-        has_key = list(map(contains, self._keys, repeat(key)))
-        if not (True in has_name or True in has_key):
+        if not (
+            any(map(contains, self._names, repeat(name)))
+            or any(map(contains, self._keys, repeat(key)))
+        ):
             return {}
-        ranks = [rank for rank, has in enumerate(map(or_, has_name, has_key)) if has]
-        found = {rank: self._caches[rank].find(wanted) for rank in ranks}
+        found = {
+            rank: cache.find(wanted)
+            for rank, cache in enumerate(self._caches)
+            if cache.has_first(name, key)
+        }
         return {rank: prefix for rank, prefix in found.items() if prefix is not NO_PREFIX}

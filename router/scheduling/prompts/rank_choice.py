@@ -79,6 +79,7 @@ class RankLoads:
         self._prompts = prompts
         self._num_decodes = np.array(num_decodes)
         self._limits = np.minimum(chunk, shape.max_num_batched_tokens - self._num_decodes)
+        self._limits[table.num_bound_rows == table.rows_per_rank] = 0
         # A price of a token may be learnt as next to nothing.
         self._kv_work = min(MAX_KV_WORK, KV_STEPS * prices.kv / prices.token) * shape.block_size
         self._num_left = np.zeros(shape.dp_size, dtype=np.int64)
@@ -91,7 +92,6 @@ class RankLoads:
         # Of a sequence behind all others: infinite where they take up the whole step, or all rows.
         self._costs = self._work + self._num_left
         self._costs[self._num_left >= self._limits] = math.inf
-        self._costs[table.num_bound_rows == table.rows_per_rank] = math.inf
         self.is_stuck = False
 
     def pick(
