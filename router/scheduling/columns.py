@@ -93,6 +93,24 @@ class RowSet(NamedTuple):
         return np.flatnonzero(self.masked.mask)
 
 
+class Growth(NamedTuple):
+    """A block that each of some rows got for its next token, N of them.
+
+    Attributes:
+        mask: bool [R], the rows.
+        rows: int64 [N], the same.
+        block_ids: int32 [N].
+        window_block_ids: int32 [N], for windowed layers; None without any.
+        cuts: [dp_size + 1] where each rank's part begins, and N.
+    """
+
+    mask: Mask
+    rows: Rows
+    block_ids: Int32Array
+    window_block_ids: Int32Array | None
+    cuts: list[int]
+
+
 def spread(starts: Rows, counts: npt.NDArray[np.integer[Any]]) -> Rows:
     """Returns ``counts[i]`` indices from ``starts[i]`` on, for each i, end to end."""
     if not np.count_nonzero(counts != 1):

@@ -34,7 +34,7 @@ from protos.transport.errors import RpcError
 from router.errors import ConstraintFailed
 from router.requests.request import Listeners, Sequence
 from router.requests.waiting_queue import SequenceQueue
-from router.scheduling.columns import Mask
+from router.scheduling.columns import Growth, Mask
 from router.scheduling.commit import (
     NewTokens,
     apply_stop_conditions,
@@ -135,17 +135,19 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Hands out the next step; None if there is nothing to run."""
         num_preemptions = sum(self.num_preemptions)
-        runs = self._take_decodes()
+        runs, growth = self._take_decodes()
         limits, chunks = self._prompts.take(runs)
+        has_lost = sum(self.num_preemptions) > num_preemptions
         if not np.count_nonzero(runs) and not any(chunks):
             # If preemption left nothing to run, schedule again: the waiting sequence has blocks now.
-            has_lost = sum(self.num_preemptions) > num_preemptions
             return self.schedule() if has_lost and not self._leaving else None
         if limits is None and self._drafting is not None:
             limits = self._drafting.prepare(runs, chunks)
         if self._line.are_many:
             self._line.charge_decodes(self.table.flow.take(self.table.row_set(runs).rows))
-        plan = self._builder.build(runs, chunks, limits)
+        if has_lost or self._drafting is not None:
+            growth = None  # not what executors have to be told, or not all of it
+        plan = self._builder.build(runs, chunks, limits, growth)
         for chunk in chain.from_iterable(chunks):
             self._blocks.show(chunk.row)
         self.in_flight.append(plan)
@@ -228,18 +230,22 @@ class Scheduler:
 
     # ---- decodes
 
-    def _take_decodes(self) -> Mask:
-        """Returns bool [R]: rows that decode in this step, each with a block for its next token."""
+    def _take_decodes(self) -> tuple[Mask, Growth | None]:
+        """Returns bool [R], rows that decode in this step, each with a block for its next token.
+
+        And the blocks that they just got; None if that took preemption.
+        """
         table = self.table
         # A row at max_computed has its last token in flight.
         can_run: Mask = table.status == RowStatus.DECODE
         can_run &= table.num_computed < table.max_computed
         is_full = table.num_computed == table.num_blocks * table.block_size
         is_full &= can_run
-        if np.count_nonzero(is_full) and not self._blocks.grow(is_full.nonzero()[0]):
+        growth = self._blocks.grow(is_full)
+        if growth is None:
             can_run &= table.num_computed < table.num_blocks * table.block_size
             can_run &= table.status == RowStatus.DECODE
-        return can_run
+        return can_run, growth
 
     # ---- new tokens
 

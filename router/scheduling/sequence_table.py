@@ -204,11 +204,6 @@ class SequenceTable:
         cuts: list[int] = rows.searchsorted(self.first_rows).tolist()
         return cuts
 
-    def counts_of(self, rows: Rows) -> Rows:
-        """Returns int64 [dp_size], how many of ascending rows each rank has."""
-        cuts = rows.searchsorted(self.first_rows)
-        return cuts[1:] - cuts[:-1]
-
     def bound(self, row: int) -> Sequence:
         """The sequence of a row that has one."""
         sequence = self.sequences[row]

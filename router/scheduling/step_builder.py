@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from router.requests.request import Int32Array, Sequence
-from router.scheduling.columns import Mask, Rows, RowSet, offsets, spread
+from router.scheduling.columns import Growth, Mask, Rows, RowSet, offsets, spread
 from router.scheduling.sequence_table import RowStatus, SequenceTable
 from router.scheduling.step import (
     NO_GRAPHS,
@@ -82,7 +82,11 @@ class StepBuilder:
         self._last_agreement: Agreement
 
     def build(
-        self, runs: Mask, chunks: SequenceOf[SequenceOf[Chunk]], limits: Int32Array | None = None
+        self,
+        runs: Mask,
+        chunks: SequenceOf[SequenceOf[Chunk]],
+        limits: Int32Array | None = None,
+        growth: Growth | None = None,
     ) -> StepPlan:
         """Builds the step that runs the next token of each decode and all of each chunk.
 
@@ -94,6 +98,7 @@ class StepBuilder:
             chunks: [dp_size] chunks of each rank, each with blocks for its tokens; or none at all.
             limits: int32, of each decode, the most tokens that it may gain, each with a block; then
                 there are no chunks. None: the step is not speculative.
+            growth: All blocks of the decodes that executors do not know; None: not known, look for them.
         """
         table, speculation = self._table, self._speculation
         decodes, has_extend, num_draft_tokens = table.row_set(runs), any(chunks), 0
@@ -101,7 +106,7 @@ class StepBuilder:
         if speculation is None:  # else answers take back some of what was computed
             self._kv_tokens = decodes, kv_tokens + self._num_rows  # if the same rows go on
         num_pairs = self._num_pairs(chunks) if has_extend else None
-        columns, sampled_rows = self._decode_columns(decodes, limits), None
+        columns, sampled_rows = self._decode_columns(decodes, limits, growth), None
         batches: dict[int, RankBatch] = {}
         scorings: dict[int, list[Scoring]] = {}
         num_rows = num_tokens = decodes.num_rows
@@ -161,7 +166,9 @@ class StepBuilder:
 
     # ---- steps without prompts
 
-    def _decode_columns(self, decodes: RowSet, limits: Int32Array | None) -> DecodeColumns:
+    def _decode_columns(
+        self, decodes: RowSet, limits: Int32Array | None, growth: Growth | None
+    ) -> DecodeColumns:
         """Returns every rank's decodes."""
         table, rows = self._table, decodes.masked
         computed = rows.take(table.num_computed)
@@ -169,6 +176,12 @@ class StepBuilder:
             rows.count(table.num_computed)
         else:
             rows.put(table.num_computed, computed + limits)
+        if growth is not None:
+            num_new = None
+            if len(growth.rows):
+                table.num_sent_blocks[growth.rows] = table.num_blocks.take(growth.rows)
+                num_new = rows.take(growth.mask).astype(np.int32)
+            return DecodeColumns(decodes, computed, limits, num_new, *growth[2:])
         num_new = table.num_blocks - table.num_sent_blocks
         has_new = num_new != 0
         has_new &= rows.mask

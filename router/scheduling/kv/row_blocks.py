@@ -20,9 +20,9 @@ from itertools import pairwise
 import numpy as np
 
 from router.requests.request import Int32Array, Sequence
-from router.scheduling.columns import Mask, Rows, offsets, spread
+from router.scheduling.columns import Growth, Mask, Rows, offsets, spread
 from router.scheduling.kv.block_log import BlockRun
-from router.scheduling.kv.block_pool import BlockIds, BlockPools
+from router.scheduling.kv.block_pool import NO_BLOCKS, BlockIds, BlockPools
 from router.scheduling.kv.prefix_cache import (
     WINDOW,
     BlockHash,
@@ -68,27 +68,33 @@ class RowBlocks:
 
     # ---- getting blocks
 
-    def grow(self, rows: Rows) -> bool:
-        """Gives each decoding row one column, as far as the ranks' pools and preemption allow.
+    def grow(self, mask: Mask) -> Growth | None:
+        """Gives each decoding row of a mask one column, as far as the ranks' pools and preemption allow.
 
-        Returns whether all of them got one without preemption.
+        Returns what they got; None if it took preemption.
         """
+        rows = mask.nonzero()[0]
+        if growth := self._grow(mask, rows):
+            return growth
+        self._grow(mask, self._make_rooms(rows))
+        return None
+
+    def _grow(self, mask: Mask, rows: Rows) -> Growth | None:
+        """Gives each of these rows one column if there are enough blocks without preemption."""
         table, num_lists = self._table, self._table.num_lists
-        counts = table.counts_of(rows)
-        had_room = self.pools.make_free(num_lists * counts)
-        if not had_room:
-            rows = self._make_rooms(rows)
-            counts = table.counts_of(rows)
-            if not len(rows):
-                return False
-            self.pools.make_free(num_lists * counts)
-        columns = table.num_blocks.take(rows)
+        if not len(rows):
+            return Growth(mask, rows, NO_BLOCKS, None, [0] * (table.dp_size + 1))
+        cuts = rows.searchsorted(table.first_rows)
+        counts = cuts[1:] - cuts[:-1]
+        if not self.pools.make_free(num_lists * counts):
+            return None
+        columns, window_ids = table.num_blocks.take(rows), None
         places = table.block_starts.take(rows) + columns
         if table.has_windows:
-            table.flat_window_blocks[places] = self.pools.acquire(counts)
-        table.flat_blocks[places] = self.pools.acquire(counts)
+            table.flat_window_blocks[places] = window_ids = self.pools.acquire(counts)
+        table.flat_blocks[places] = block_ids = self.pools.acquire(counts)
         table.num_blocks[rows] = columns + 1
-        return had_room
+        return Growth(mask, rows, block_ids, window_ids, cuts.tolist())
 
     def give_all(self, rows: Rows, num_tokens: Int32Array) -> bool:
         """Gives rows, ranks in order, blocks for so many next tokens if that takes no preemption.
