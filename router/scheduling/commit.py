@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from router.requests.request import Int32Array, TokenLogprob
-from router.scheduling.columns import Mask, MaskedRows, Rows
+from router.scheduling.columns import Mask, Rows
 from router.scheduling.sequence_table import RowStatus, SequenceTable
 from router.scheduling.speculation import NO_DRAFTS, DraftCounts
 from router.scheduling.step import Scores, Scoring, StepPlan, StepResult
@@ -48,8 +48,7 @@ def write_tokens(
         has_ended: Some rows may have ended meanwhile; their tokens are dropped.
     """
     # Masks, and columns of the whole table: without gathers they cost a third.
-    rows, tokens = plan.decodes.row_set.masked, result.token_ids
-    has_token = rows.mask.copy()
+    has_token, tokens = plan.decodes.row_set.mask.copy(), result.token_ids
     if plan.sampled_rows is not None:  # chunks stand behind their rank's decodes
         has_token[plan.sampled_rows] = True
         column = np.zeros(len(has_token), dtype=np.int32)
@@ -59,9 +58,7 @@ def write_tokens(
         is_live = table.status != RowStatus.ENDED
         tokens = tokens[is_live[has_token]]
         has_token &= is_live
-    if has_ended or plan.sampled_rows is not None:
-        rows = MaskedRows(has_token)
-    column = table.tokens.add(rows, tokens)
+    column = table.tokens.add(has_token, tokens)
     is_due = table.num_tokens >= table.max_len
     if table.num_inspected:
         is_due |= table.is_inspected

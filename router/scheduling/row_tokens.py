@@ -15,7 +15,7 @@ last columns of some of the rows:
 import numpy as np
 
 from router.requests.request import Int32Array
-from router.scheduling.columns import MaskedRows, Rows, spread
+from router.scheduling.columns import Mask, Rows, spread
 
 LATEST = 64  # steps whose tokens are columns: the more, the fewer rows are moved in a step
 MIN_MOVED = 1024  # rows at a time
@@ -61,16 +61,16 @@ class RowTokens:
         self.last[row] = tokens[-1]
         return place
 
-    def add(self, rows: MaskedRows, tokens: Int32Array) -> Int32Array:
-        """Adds a token to each of some rows, and counts it.
+    def add(self, has_token: Mask, tokens: Int32Array) -> Int32Array:
+        """Adds a token to each row of a mask [R], and counts it.
 
         Returns int32 [R], the step's tokens, NO_TOKEN for other rows; valid until the next step.
         """
         column: Int32Array = self._recent[self._oldest]
         column.fill(NO_TOKEN)
-        rows.put(column, tokens)
-        rows.copy(column, self.last)
-        rows.count(self._num_tokens)
+        column[has_token] = tokens
+        np.copyto(self.last, column, where=has_token)
+        self._num_tokens += has_token
         self._num_recent = min(self._num_recent + 1, LATEST)
         turn, is_over = divmod(self._oldest, self._moves_every)
         self._oldest = (self._oldest + 1) % LATEST

@@ -27,7 +27,7 @@ from typing import Final
 import numpy as np
 
 from router.requests.request import NO_LISTENER, Columns, Int32Array, Sequence
-from router.scheduling.columns import Mask, MaskedRows, Rows, RowSet
+from router.scheduling.columns import Mask, Rows, RowSet
 from router.scheduling.kv.block_pool import BlockIds
 from router.scheduling.kv.prefix_cache import CachedPrefix
 from router.scheduling.row_tokens import RowTokens
@@ -55,7 +55,7 @@ class RowStatus:
 
 def _no_rows(dp_size: int, num_rows: int) -> RowSet:
     nothing = np.frombuffer(bytes(num_rows), dtype=np.bool_)
-    return RowSet(MaskedRows(nothing), [0] * dp_size, [0] * (dp_size + 1), [b""] * dp_size)
+    return RowSet(nothing, [0] * dp_size, [0] * (dp_size + 1), [b""] * dp_size)
 
 
 class SequenceTable:
@@ -188,8 +188,8 @@ class SequenceTable:
             for rank in set((changed // size).tolist()):
                 own = mask[rank * size : (rank + 1) * size].nonzero()[0].astype(np.int32)
                 local_rows[rank], num_rows[rank] = own.tobytes(), len(own)
-            masked = MaskedRows(np.frombuffer(mask_bytes, dtype=np.bool_))
-            self._last_row_set = RowSet(masked, num_rows, [0, *accumulate(num_rows)], local_rows)
+            own_mask = np.frombuffer(mask_bytes, dtype=np.bool_)
+            self._last_row_set = RowSet(own_mask, num_rows, [0, *accumulate(num_rows)], local_rows)
         return self._last_row_set
 
     def kv_tokens(self, mask: Mask) -> Rows:

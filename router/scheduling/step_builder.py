@@ -170,21 +170,21 @@ class StepBuilder:
         self, decodes: RowSet, limits: Int32Array | None, growth: Growth | None
     ) -> DecodeColumns:
         """Returns every rank's decodes."""
-        table, rows = self._table, decodes.masked
-        computed = rows.take(table.num_computed)
+        table, mask = self._table, decodes.mask
+        computed = table.num_computed[mask]
         if limits is None:
-            rows.count(table.num_computed)
+            table.num_computed += mask
         else:
-            rows.put(table.num_computed, computed + limits)
+            table.num_computed[mask] = computed + limits
         if growth is not None:
             num_new = None
             if len(growth.rows):
                 table.num_sent_blocks[growth.rows] = table.num_blocks.take(growth.rows)
-                num_new = rows.take(growth.mask).astype(np.int32)
+                num_new = growth.mask[mask].astype(np.int32)
             return DecodeColumns(decodes, computed, limits, num_new, *growth[2:])
         num_new = table.num_blocks - table.num_sent_blocks
         has_new = num_new != 0
-        has_new &= rows.mask
+        has_new &= mask
         if not np.count_nonzero(has_new):
             no_cuts = [0] * (table.dp_size + 1)
             return DecodeColumns(decodes, computed, limits, None, NOTHING, None, no_cuts)
@@ -193,7 +193,7 @@ class StepBuilder:
         cuts = table.cuts_of(grown)
         if len(block_ids) > len(grown):  # drafts may take a row over several blocks' ends
             cuts = offsets(counts, cuts)
-        columns = limits, rows.take(num_new), block_ids, window_ids
+        columns = limits, num_new[mask], block_ids, window_ids
         return DecodeColumns(decodes, computed, *columns, cuts)
 
     def _take_new_blocks(self, rows: Rows) -> tuple[Int32Array, Int32Array, Int32Array | None]:

@@ -5,7 +5,6 @@ import random
 import numpy as np
 import pytest
 
-from router.scheduling.columns import MaskedRows
 from router.scheduling.row_tokens import LATEST, MIN_MOVED, NO_TOKEN, RowTokens
 
 MAX_LEN = 4 * LATEST
@@ -46,7 +45,7 @@ def test_a_row_has_the_tokens_that_it_was_given(num_rows: int, num_left_out: int
         else:
             tokens = np.array([rng.randrange(100) for _ in rows], np.int32)
             has_token = np.isin(np.arange(num_rows), rows)
-            column = table.add(MaskedRows(has_token), tokens)
+            column = table.add(has_token, tokens)
             assert column[rows].tolist() == tokens.tolist()
             assert (column[~has_token] == NO_TOKEN).all()
             for row, token in zip(rows, tokens, strict=True):

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from router.requests.request import NO_LISTENER, Listener, Listeners, Sequence
-from router.scheduling.columns import MaskedRows
 from router.scheduling.kv.prefix_cache import NO_PREFIX, CachedPrefix
 from router.scheduling.sequence_table import NUM_STOP_IDS, RowStatus, SequenceTable
 from tests.router.support.requests import make_request
@@ -38,9 +37,7 @@ def listeners() -> Listeners:
 def give(table: SequenceTable, row: int, tokens: list[int]) -> None:
     """Commits output, as the scheduler does."""
     for token in tokens:
-        table.tokens.add(
-            MaskedRows(np.arange(len(table.status)) == row), np.array([token], np.int32)
-        )
+        table.tokens.add(np.arange(len(table.status)) == row, np.array([token], np.int32))
 
 
 def test_rows_belong_to_ranks_and_come_back(listeners: Listeners) -> None:
@@ -180,22 +177,3 @@ def test_every_token_comes_out_once_whoever_takes_it(seed: int) -> None:
     for sequence, tokens in zip(sequences, taken, strict=True):
         tokens += sequence.take_tokens().tolist()
     assert taken == given
-
-
-@pytest.mark.parametrize(
-    "lengths",  # of rows that are taken, in turn with rows that are not
-    [[1024], [0, 1024], [0, 1, 1023], [1023, 1], [5, 1, 100, 2, 916], [1] * 1024],
-    ids=["all", "none", "but the first", "but the last", "two holes", "every other"],
-)
-def test_masked_rows_are_those_of_their_mask(lengths: list[int]) -> None:
-    mask = np.repeat(np.arange(len(lengths)) % 2 == 0, lengths)
-    rows, column = MaskedRows(mask), np.arange(1024, dtype=np.int32)
-    taken = rows.take(column)
-    assert taken.tolist() == column[mask].tolist()
-    counted, filled, copied = column.copy(), column.copy(), column.copy()
-    rows.count(counted)
-    assert counted.tolist() == (column + mask).tolist()
-    rows.put(filled, -taken)
-    assert filled.tolist() == np.where(mask, -column, column).tolist()
-    rows.copy(7 * column, copied)
-    assert copied.tolist() == np.where(mask, 7 * column, column).tolist()

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from router.requests.request import Int32Array
-from router.scheduling.columns import MaskedRows, RowSet
+from router.scheduling.columns import RowSet
 from router.scheduling.step import (
     Agreement,
     BatchMode,
@@ -94,7 +94,7 @@ def _columns(parts: Sequence[RankBatch]) -> DecodeColumns:
     new_blocks = [part.new_block_ids for part in parts]
     num_blocks = [0 if ids is None else len(ids) for ids in new_blocks]
     local_rows = [part.rows.tobytes() for part in parts]
-    row_set = RowSet(MaskedRows(NO_RUNS), num_rows, [0, *accumulate(num_rows)], local_rows)
+    row_set = RowSet(NO_RUNS, num_rows, [0, *accumulate(num_rows)], local_rows)
     return DecodeColumns(
         row_set,
         np.concatenate([part.num_computed_tokens for part in parts]),
