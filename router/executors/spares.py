@@ -13,6 +13,7 @@ from protos.transport.error_details import error_details
 from protos.transport.errors import duration
 from router.executors.elastic import (
     Candidate,
+    Change,
     ElasticPolicy,
     ElasticSettings,
     Formation,
@@ -61,6 +62,7 @@ class Spares:
         self._clock = asyncio.get_running_loop().time
         self._watching: asyncio.Task[None] | None = None
         self._staging: dict[str, asyncio.Task[None]] = {}
+        self._loading = set[str]()  # addresses of those whose Stage has not ended
         self._is_news = asyncio.Event()
         self._states: dict[str, SpareState] = {}  # by address, of those that answered last
 
@@ -98,6 +100,7 @@ class Spares:
                 task.cancel()
         self._watching = None
         self._staging.clear()
+        self._loading.clear()
 
     async def _watch(self) -> None:
         while True:
@@ -121,10 +124,12 @@ class Spares:
         for spare, formation in review.stages:
             task = self._staging.get(spare.address)
             if task is None or task.done():
+                self._loading.add(spare.address)
                 self._staging[spare.address] = asyncio.create_task(
                     self._load(spare, formation), name=f"stage {spare.address}"
                 )
-        if review.grows:
+        joining = {each.address for each, plan in review.stages if plan.change is Change.GROW}
+        if review.grows and not joining & self._loading:  # or callers would wait for what is left
             self._on_grow()
 
     def _note_states(self, states: dict[str, SpareState]) -> None:
@@ -140,8 +145,11 @@ class Spares:
             request = pb.StageRequest(
                 placement=placement_of(formation, spare), max_bytes_per_s=self._max_bytes_per_s
             )
-            async for progress in self._stage(spare.address, request):
-                total = progress.bytes_total
+            try:
+                async for progress in self._stage(spare.address, request):
+                    total = progress.bytes_total
+            finally:
+                self._loading.discard(spare.address)
         except grpc.aio.AioRpcError as error:
             reason = error_details(error).reason or error.code().name
             log.warning(

@@ -168,6 +168,41 @@ async def test_a_group_grows_at_a_border_by_who_has_been_there_and_has_loaded_it
         assert not world.group.wants_border
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["loads", "cannot load"])
+async def test_a_group_does_not_grow_by_who_is_loading_and_does_by_who_cannot_ahead(
+    fails: bool,
+) -> None:
+    async with ElasticPeers(Strength(2, 1), EAGER) as world:
+        first, second = [await world.start() for _ in range(2)]
+        await world.group.form()
+        await world.stop(second)
+        with pytest.raises(ExecutorLost):
+            await world.group.lost()
+        await world.group.form()
+
+        third, may_load, num_looks = await world.start(), asyncio.Event(), 0
+
+        async def load() -> None:
+            await may_load.wait()
+            if fails:
+                raise LoadFailed("not now")
+
+        async def count() -> None:
+            nonlocal num_looks
+            num_looks += 1
+
+        world.at(third).on_stage = load
+        await until(lambda: len(world.at(third).staged) == 1)
+        world.at(third).on_describe = count
+        await until(lambda: num_looks == 10)  # for twice the time for which it has to be there
+        assert not world.group.wants_border
+        may_load.set()
+        with pytest.raises(GroupGrows):
+            await world.group.lost()
+        assert (world.at(third).resident[0] == -1) == fails
+        assert (await world.group.form()).addresses == (first, third)
+
+
 async def test_spares_are_staged_while_the_group_serves_and_are_counted() -> None:
     async with ElasticPeers(Strength(1, 1), EAGER) as world:
         await world.start()

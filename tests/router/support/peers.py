@@ -71,7 +71,7 @@ class Peer:
         prepared, joined: Epochs of these calls.
         newest: Of them. As in an executor, none goes back, nor further on than a leap.
         may_answer: Holds its answers back while it is not set.
-        on_describe, on_join: Awaited before Describe or Join is answered.
+        on_describe, on_join, on_stage: Awaited before Describe, Join or Stage is answered.
         instance_id: Of its process.
         kv_id: Of its KV; "": it is of a release that has none.
         shift: What is added to the epoch and the step of its answers.
@@ -131,6 +131,7 @@ class Peer:
         self._last_word: RpcError | None = None
         self.on_describe: Callable[[], Awaitable[object]] = nothing
         self.on_join: Callable[[], Awaitable[object]] = nothing
+        self.on_stage: Callable[[], Awaitable[object]] = nothing
         self.instance_id = "first"
         self._kv_ids = (f"kv {number} of {id(self)}" for number in itertools.count())
         self.kv_id = next(self._kv_ids)
@@ -216,6 +217,7 @@ class Peer:
 
     async def stage(self, request: pb.StageRequest, context: Any) -> AsyncIterator[Any]:
         self.staged.append(request)
+        await self.on_stage()
         self._load(request.placement)
         yield pb.StageResponse(bytes_done=1, bytes_total=1)
 
