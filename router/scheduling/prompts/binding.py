@@ -18,7 +18,7 @@ from router.scheduling.step import GroupShape
 from router.scheduling.step_budget import Prompt
 
 ROWS_PER_KEPT = 128  # of a group: so seldom one stays free for a flow that has none
-MAX_DEFERRED = 512  # that a plan puts aside: the rest of the line waits behind so many
+MAX_DEFERRED = 512  # that a plan puts aside after a loss: the rest of the line waits behind so many
 
 
 class Outcome(Enum):
@@ -95,7 +95,9 @@ class Binder:
             if any(each.progress.has_kept_kv(kv_ids) for each in self._waiting):
                 self._bind_kept(loads)
         common, deferred = None, list[Sequence]()
-        while (sequence := self._waiting.peek()) is not None and len(deferred) < MAX_DEFERRED:
+        while (sequence := self._waiting.peek()) is not None:
+            if common is not None and len(deferred) >= MAX_DEFERRED:
+                break
             if common is None and sequence.is_interrupted:
                 rows = (prompt.row for prompt in chain.from_iterable(prompts))
                 common = CommonParts(self._table, self._order, map(self._table.bound, rows))

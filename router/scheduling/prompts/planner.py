@@ -1,7 +1,7 @@
 """Planner of a step's prompts: its budget, which of them run, and their chunks.
 
-Moves 2 to 7 of a step (`Scheduler`). Prompts that are held are laid out once: until another comes or a
-decode ends, a step only decides again whether they run.
+Moves 2 to 7 of a step (`Scheduler`). Prompts that are held are laid out once: until another comes or more
+than a few decodes end, a step only decides again whether they run.
 """
 
 import math
