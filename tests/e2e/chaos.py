@@ -65,6 +65,7 @@ class Report:
         wrong: Streams that did not, as people read them.
         gaps_s: Longest time that a caller waited for a token: before the first fault, and from each
             fault to the next.
+        between_s: The same of tokens that others of their answer came before.
         recoveries_s: From each loss of a group until it was ready again.
         groups: As they were at the end.
     """
@@ -73,13 +74,25 @@ class Report:
     num_streams: int = 0
     wrong: list[str] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=lambda: [0.0])
+    between_s: list[float] = field(default_factory=lambda: [0.0])
     recoveries_s: list[float] = field(default_factory=list)
     groups: list[GroupStatus] = field(default_factory=list)
 
     def note(self, fault: str) -> None:
         """Notes what is broken now."""
         self.faults.append(fault)
+        self.begin()
+
+    def begin(self) -> None:
+        """Counts gaps anew."""
         self.gaps_s.append(0.0)
+        self.between_s.append(0.0)
+
+    def note_gap(self, gap_s: float, *, is_first: bool) -> None:
+        """Notes how long a caller waited for a token, the first of an answer or another."""
+        self.gaps_s[-1] = max(self.gaps_s[-1], gap_s)
+        if not is_first:
+            self.between_s[-1] = max(self.between_s[-1], gap_s)
 
 
 @dataclass(frozen=True)
@@ -170,9 +183,9 @@ async def _ask_on(
         last = time.monotonic()
         try:
             async for delta in asker.generate(ask.prompt, **ask.options):
-                tokens += delta.logprobs
                 last, before = time.monotonic(), last
-                report.gaps_s[-1] = max(report.gaps_s[-1], last - before)
+                report.note_gap(last - before, is_first=not tokens)
+                tokens += delta.logprobs
         except CallFailed as error:
             report.wrong.append(str(error))
             return

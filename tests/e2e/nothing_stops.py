@@ -141,7 +141,7 @@ async def replacements(size: Size, folder: Path) -> Line:
                 await asyncio.sleep(size.steady_s)
             gaps_s += report.gaps_s[gaps:]
             undisturbed_s.append(report.gaps_s[gaps - 1])
-            report.gaps_s.append(0.0)
+            report.begin()
     median_s, longest_s = statistics.median(gaps_s), max(gaps_s)
     required_median_s, required_s = REQUIRED_REPLACED_S
     return Line(
@@ -157,6 +157,7 @@ async def shrinks(size: Size, folder: Path) -> AsyncIterator[Line]:
     """Executors are killed until one is left, and started again until all are."""
     report = Report()
     shrunk_s, started_s, grown_s = list[float](), list[float](), list[float]()
+    between_s = list[float]()  # of grown_s, without waits for first tokens
     settings = _elastic(size, dp_size=3, spares=0)
     async with served(folder, **settings) as (stack, client):
         rng = random.Random(7)
@@ -178,6 +179,7 @@ async def shrinks(size: Size, folder: Path) -> AsyncIterator[Line]:
                     await logged(stack.router, "group_ready", 3 + 4 * number + starts)
                     await asyncio.sleep(size.steady_s)
                     grown_s.append(report.gaps_s[-1])
+                    between_s.append(report.between_s[-1])
     median_s = statistics.median(shrunk_s)
     yield Line(
         f"{len(shrunk_s)} executors killed, 3 to 2 to 1 without return (8 experts)",
@@ -189,7 +191,8 @@ async def shrinks(size: Size, folder: Path) -> AsyncIterator[Line]:
     yield Line(
         f"the same started again, {len(grown_s)} times 1 to 2 or 2 to 3",
         f"tokens equal in float32; longest gap ≤ {REQUIRED_GROWN_S} s",
-        f"{_gaps(grown_s)}; {max(started_s):.2f} s while it starts on the same cores",
+        f"{_gaps(grown_s)}, {max(between_s):.2f} s between two tokens of an answer; "
+        f"{max(started_s):.2f} s while it starts on the same cores",
         not report.wrong,
         max(grown_s) <= REQUIRED_GROWN_S,
     )
