@@ -24,7 +24,7 @@ MAX_JOIN_BYTES = 256 << 20  # that a newcomer may load while callers wait: about
 LOSS_WINDOW_S = 3600.0  # in which a lost place counts, and one leave as planned does not
 MAX_HOLD_OFF = 60  # times grow_after_s: half an hour
 GROW_INTERVAL = 2  # times grow_after_s: a minute
-MAX_FAILURES = 2  # of formings, before newcomers are held off for it
+MAX_FAILURES = 2  # of formings, before somebody is held off for it
 TAKEOVER_WAIT_S = 2.0  # for executors that were in the group, after this router's start
 MAX_TRIAL_WAIT_S = 60.0  # for which suspects wait for an executor that may die of them
 
@@ -110,7 +110,7 @@ class SpareState(StrEnum):
 
     COLD = "cold"  # it would have to load experts
     STAGED = "staged"
-    HELD_OFF = "held_off"  # it lost its place, and is not taken back yet
+    HELD_OFF = "held_off"  # it lost its place or could not join, and is not taken back yet
     UNFIT = "unfit"  # it is not like the group's executors, or has no room for what they have
 
 
@@ -221,7 +221,8 @@ class ElasticPolicy:
         is_quick = ready is not None and all(
             ready.can_join(member) for team in free if team in ready.teams for member in team
         )
-        everybody = [*staying, *newcomers][:size]
+        held_off = [team for team in newcomers if team not in free]
+        everybody = [*staying, *free, *held_off][:size]
         for plan in (
             ready if is_quick else None,
             self._plan(staying[:size]),
@@ -271,16 +272,28 @@ class ElasticPolicy:
         self._lost_names.clear()
         self._num_failures = 0
 
-    def note_not_formed(self, now: float, formation: Formation) -> None:
-        """Notes that a group of `choose` did not form. Newcomers are to blame, the second time."""
+    def note_not_formed(self, now: float, formation: Formation, failed: str = "") -> list[str]:
+        """Notes that a group of `choose` did not form. Returns who is held off for it, the second time.
+
+        Newcomers to a group are to blame, or else who could not join: if it was another's fault, that
+        one is left to fail with others.
+
+        Args:
+            now: The time.
+            formation: The group.
+            failed: The address of the member that could not join; "": all could, or nobody knows.
+        """
         self._num_failures += 1
         if self._num_failures < MAX_FAILURES:
-            return
-        known = {member.address for member in self._members()}
-        for member in formation.members:
-            if member.address not in known:
-                self.note_failed(now, member.address)
+            return []
         self._num_failures = 0
+        known = {member.address for member in self._members()}
+        members = [member.address for member in formation.members]
+        newcomers = [address for address in members if address not in known]
+        blamed = newcomers if known and newcomers else [failed] * (failed in members)
+        for address in blamed:
+            self.note_failed(now, address)
+        return blamed
 
     def note_failed(self, now: float, address: str) -> None:
         """Notes that an executor could not join, which counts as a lost place: it stays no member."""

@@ -39,6 +39,7 @@ from router.errors import (
     GroupGrows,
     GroupHeld,
     GroupMismatch,
+    JoinFailed,
     ReasonUnknown,
 )
 from router.executors.attendance import Attendance, new_router_id
@@ -238,8 +239,10 @@ class ExecutorGroup:
             info = await self._bring_together(placed(formation, members))
         except GroupHeld:
             raise
-        except ExecutorLost:
-            self._policy.note_not_formed(self._clock(), formation)
+        except ExecutorLost as error:
+            failed = error.address if isinstance(error, JoinFailed) else ""
+            for address in self._policy.note_not_formed(self._clock(), formation, failed):
+                self._tell_held_off(address, error)
             raise
         self._note_formed(formation)
         return info
@@ -279,6 +282,13 @@ class ExecutorGroup:
         ]
         self._driven = {member.address for member in members}
         return replace(info, kv_ids=_kv_ids_of_ranks(members, self._kv_ids))
+
+    def _tell_held_off(self, address: str, problem: ExecutorLost) -> None:
+        """Logs that an executor takes no place for a while, if the group can do without it."""
+        assert self._policy is not None
+        now = self._clock()
+        seconds = round(self._policy.held_off_until(address, now) - now, 3)
+        log.warning("executor_held_off", executor=address, seconds=seconds, problem=str(problem))
 
     def _note_formed(self, formation: Formation) -> None:
         """Notes what has become of an elastic group, and looks after its spares from here on."""
@@ -747,10 +757,15 @@ class ExecutorGroup:
             stub, timeout_s = self._connections.stubs[member.address], self._settings.form_timeout_s
             try:
                 return await answer_of(stub.Join(request, timeout=timeout_s), f"Join of {member}")
-            except ExecutorUnfit:
+            except ExecutorUnfit as error:
                 if self._policy is not None:
                     self._policy.note_failed(self._clock(), member.address)
+                    self._tell_held_off(member.address, error)
                 raise
+            except GroupHeld:
+                raise
+            except ExecutorLost as error:
+                raise JoinFailed(str(error), member.address) from error
 
         joined = await all_of([join(member) for member in members])
         for member, answer in zip(members, joined, strict=True):

@@ -397,8 +397,8 @@ async def poison(size: Size, log_dir: Path, *, spares: int = 0) -> Line:
                 await client.complete(prompt, max_tokens=80)
             except CallFailed as error:
                 failure = error.reason
-            losses = await logged(stack.router, "group_lost", 2)
             await asyncio.sleep(size.steady_s)
+        losses = records(stack.router.log_path, "group_lost")
     return Line(
         f"a poison request among {size.num_streams} streams, {spares or 'no'} spare",
         "it fails, and nothing else",

@@ -98,7 +98,9 @@ class _SpareStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SpareState
     SPARE_STATE_STAGED: _SpareState.ValueType  # 2
     """It could take a place at once."""
     SPARE_STATE_HELD_OFF: _SpareState.ValueType  # 3
-    """It lost its place and is not taken back yet, unless the group could not serve without it."""
+    """It lost its place or could not join, and is not taken back yet, unless the group could not serve
+    without it.
+    """
     SPARE_STATE_UNFIT: _SpareState.ValueType  # 4
     """It differs from the group's executors in what they must have alike, such as their settings."""
 
@@ -112,7 +114,9 @@ SPARE_STATE_COLD: SpareState.ValueType  # 1
 SPARE_STATE_STAGED: SpareState.ValueType  # 2
 """It could take a place at once."""
 SPARE_STATE_HELD_OFF: SpareState.ValueType  # 3
-"""It lost its place and is not taken back yet, unless the group could not serve without it."""
+"""It lost its place or could not join, and is not taken back yet, unless the group could not serve
+without it.
+"""
 SPARE_STATE_UNFIT: SpareState.ValueType  # 4
 """It differs from the group's executors in what they must have alike, such as their settings."""
 Global___SpareState: _TypeAlias = SpareState  # noqa: Y015

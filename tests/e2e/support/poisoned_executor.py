@@ -1,8 +1,8 @@
 """Poisoned executor: one that dies or hangs in certain prompts.
 
-Takes the flags of ``python -m executor`` and is one, but for steps that compute the tokens of
-`POISON` or of `SNARE` one after another. The first end the process in the middle of the step, the
-others never end, as with a bug in a kernel or in the driver.
+Takes the flags of ``python -m executor`` and is one, but for steps that compute the token of
+`POISON` or of `SNARE`. The first end the process in the middle of the step, the others never end, as
+with a bug in a kernel or in the driver. It is one token, as a prompt may be cut anywhere.
 """
 
 import os
@@ -16,17 +16,20 @@ from executor.__main__ import main
 from executor.worker import Pending, Worker
 from protos.executor.v1 import executor_pb2 as pb
 
-POISON, SNARE = "@poison@", "@snare@"
-_POISON_BYTES, _SNARE_BYTES = (
-    np.array(token_ids(text), dtype="<i4").tobytes() for text in (POISON, SNARE)
-)
+POISON, SNARE = "@", "$"
+_POISON_ID, _SNARE_ID = (token_ids(text)[0] for text in (POISON, SNARE))
 _launch = Worker.launch
 
 
+def _computes(request: pb.StepRequest, token_id: int) -> bool:
+    ranks = (np.frombuffer(rank.sequences.token_ids, dtype="<i4") for rank in request.ranks)
+    return any(token_id in ids for ids in ranks)
+
+
 def _launch_or_die(worker: Worker, request: pb.StepRequest) -> Pending:
-    if any(_POISON_BYTES in rank.sequences.token_ids for rank in request.ranks):
+    if _computes(request, _POISON_ID):
         os.kill(os.getpid(), signal.SIGKILL)
-    if any(_SNARE_BYTES in rank.sequences.token_ids for rank in request.ranks):
+    if _computes(request, _SNARE_ID):
         threading.Event().wait()
     return _launch(worker, request)
 

@@ -250,6 +250,40 @@ def test_newcomers_are_held_off_where_formings_with_them_fail() -> None:
     assert names(form(group, 1, executors("abd"))) == "ab"
 
 
+def fail_to_join(group: ElasticPolicy, now: float, candidates: list[Candidate], who: str) -> None:
+    """Has two formings in a row fail as one executor cannot join."""
+    for held_off in ([], [who]):
+        formation = group.choose(now, candidates)
+        assert who in names(formation)
+        assert group.note_not_formed(now, formation, who) == held_off
+
+
+def test_a_member_that_cannot_join_loses_its_place_for_ever_longer() -> None:
+    group = policy(2, 1)
+    form(group, 0, executors("ab"))
+    fail_to_join(group, 10, executors("abc"), "a")
+    assert group.held_off_until("a", 10) == 10 + 60
+    assert names(form(group, 10, executors("abc"))) == "bc"
+    form(group, 150, executors("ca"))
+    fail_to_join(group, 200, executors("ca"), "a")
+    assert group.held_off_until("a", 200) == 200 + 120
+    assert names(form(group, 200, executors("ca"))) == "c"
+
+
+def test_a_group_that_never_formed_holds_off_who_could_not_join() -> None:
+    group = policy(2, 2)
+    fail_to_join(group, 0, executors("abc"), "b")
+    assert names(group.choose(0, executors("abc"))) == "ac"
+    assert names(group.choose(0, executors("ab"))) == "ab", "it could not serve otherwise"
+
+
+def test_who_is_held_off_takes_a_place_only_behind_those_that_are_not() -> None:
+    group = policy(3, 3)
+    for address in "ab":
+        group.note_failed(0, address)
+    assert names(group.choose(0, executors("abcd"))) == "cda"
+
+
 def test_peers_of_a_lost_executor_keep_their_place_only_with_another_of_its_rank() -> None:
     def peers(*places: str) -> list[Candidate]:
         return [executor(name, attn_tp_rank=int(name[1]), attn_tp_size=2) for name in places]

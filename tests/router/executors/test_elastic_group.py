@@ -21,7 +21,7 @@ from router.errors import (
 )
 from router.executors.elastic import Strength
 from router.executors.group import ExecutorGroup, GroupSettings
-from tests.router.support.peers import ElasticPeers, Peer, error_of, run_step
+from tests.router.support.peers import ElasticPeers, JoinFailed, Peer, error_of, run_step
 
 PATIENT = GroupSettings(step_timeout_s=120, min_step_deadline_s=120, silent_after_ms=0)
 EAGER = GroupSettings(
@@ -39,6 +39,10 @@ ShuttingDown = error_of(grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN")
 
 async def fail_to_load() -> None:
     raise LoadFailed("the checkpoint is gone")
+
+
+async def fail_to_join() -> None:
+    raise JoinFailed("no peer came")
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -290,6 +294,24 @@ async def test_an_executor_that_cannot_load_its_experts_is_left_out_next_time() 
         with pytest.raises(ExecutorLost, match="LOAD_FAILED"):
             await world.group.form()
         assert (await world.group.form()).addresses == (first,)
+
+
+async def test_a_member_whose_joins_fail_gives_its_place_to_a_spare_and_is_told_to_be_held_off() -> (
+    None
+):
+    async with ElasticPeers(Strength(2, 1), EAGER) as world:
+        first, second, third = [await world.start() for _ in range(3)]
+        await world.group.form()
+        world.at(second).on_join = fail_to_join
+        with capture_logs() as logs:
+            for _ in range(2):
+                with pytest.raises(ExecutorLost, match="JOIN_FAILED"):
+                    await world.group.form()
+            assert (await world.group.form()).addresses == (first, third)
+        [told] = [record for record in logs if record["event"] == "executor_held_off"]
+        assert (told["executor"], told["seconds"]) == (second, 2 * EAGER.grow_after_s)
+        assert second in told["problem"]
+        await until(lambda: second in spares_of(world))
 
 
 def stand_still(peer: Peer) -> None:
