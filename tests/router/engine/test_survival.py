@@ -15,6 +15,7 @@ from protos.serving.v1 import serving_pb2
 from router.engine.engine import Engine
 from router.engine.engines import Engines
 from router.errors import ExecutorFailed, ExecutorGone, GroupMismatch
+from router.requests.request import Listeners
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.step import GroupInfo, InFlight, StepResult
 from tests.router.support.fake_executors import FakeExecutors
@@ -377,3 +378,45 @@ async def test_requests_that_a_failed_router_cannot_keep_fail_and_do_not_hang(
         await until(lambda: engine.is_ready)
         assert (await complete(engines, "b", [1, 2, 3], 4)).sequences[0].error is None
     assert engine.measures.totals().faults["unexpected"] == 2
+
+
+class Down:
+    """An engine whose group is down, of which nothing waits.
+
+    Attributes:
+        looks: When somebody asked for what waits.
+    """
+
+    is_ready = is_standby = is_serving = False
+    until_overdue_s = 1e9
+    model = None
+
+    def __init__(self) -> None:
+        self.looks: list[float] = []
+        self.lost_time = asyncio.get_running_loop().time()
+        self.on_change = lambda: None
+
+    def waiting_requests(self) -> list[Any]:
+        self.looks.append(asyncio.get_running_loop().time())
+        return []
+
+
+@on_virtual_clock
+async def test_however_often_groups_change_one_timer_waits_for_the_failover() -> None:
+    """Each change of a group that fails again and again would else leave one more."""
+    engines, down, other = Engines(Listeners(1), failover_after_s=10), Down(), Down()
+    engines.drive([down, other])  # type: ignore[list-item]
+    for _ in range(5):
+        await asyncio.sleep(1)
+        down.on_change()
+    assert down.looks == [1, 2, 3, 4, 5]
+    await asyncio.sleep(60)
+    assert down.looks[5:] == [10]
+    other.lost_time = down.lost_time = 65  # both served in between
+    for engine in (down, other):
+        engine.on_change()
+    down.is_ready = other.is_ready = True
+    down.on_change()
+    down.looks.clear()
+    await asyncio.sleep(60)
+    assert down.looks == [], "nothing is down"

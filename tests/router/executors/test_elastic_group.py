@@ -285,6 +285,25 @@ async def test_an_executor_with_experts_in_other_places_than_its_group_is_left_o
             await world.group.form()
 
 
+async def test_an_executor_that_does_not_say_where_its_experts_are_is_told_from_a_wrong_one() -> (
+    None
+):
+    async with ElasticPeers(Strength(2, 1), PATIENT) as world:
+        _, second = [await world.start() for _ in range(2)]
+
+        async def forget() -> None:
+            world.at(second).places = []
+
+        world.at(second).on_join = forget
+        with (
+            capture_logs() as logs,
+            pytest.raises(ExecutorLied, match=rf"{second} .* joined with no places_crc32: it is"),
+        ):
+            await world.group.form()
+        [told] = [record for record in logs if record["event"] == "executor_lied"]
+        assert "no places_crc32" in told["problem"]
+
+
 async def test_an_executor_that_cannot_load_its_experts_is_left_out_next_time() -> None:
     async with ElasticPeers(Strength(2, 1), PATIENT) as world:
         first, second, third = [await world.start() for _ in range(3)]

@@ -1,16 +1,20 @@
 """If these fail, a block outlives an epoch whose positions were not all computed, or one that was is lost."""
 
+import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 
 from router.requests.request import Request, Suspicion
 from router.scheduling.kv.prefix_cache import NO_PREFIX, WINDOW, PrefixCache, part_name
-from router.scheduling.prompts import binding
+from router.scheduling.prompts import binding, planner
 from router.scheduling.prompts.common_parts import SHARED_TOKENS
 from router.scheduling.prompts.lookup import PrefixLookup
 from router.scheduling.sequence_table import RowStatus
+from router.scheduling.step_budget import Budget, open_budget
+from tests.router.support.running_engines import KnownCosts
 from tests.router.support.stepper import (
     CHAIN,
     Stepper,
@@ -318,6 +322,38 @@ def test_who_gave_way_does_not_hurry_and_who_was_interrupted_does() -> None:
     world.step()
     world.lose()  # in the middle of an answer that had gone on
     assert sequence.is_interrupted
+
+
+@pytest.mark.parametrize("is_bound", [False, True])
+@pytest.mark.parametrize(("priority", "hurries"), [(1, True), (0, True), (-1, False)])
+def test_steps_may_be_long_until_interrupted_answers_go_on_but_not_for_batch_work(
+    monkeypatch: pytest.MonkeyPatch, priority: int, hurries: bool, is_bound: bool
+) -> None:
+    backlogs: list[float] = []
+
+    def note(*args: Any) -> Budget:
+        backlogs.append(args[4])
+        return open_budget(*args)
+
+    monkeypatch.setattr(planner, "open_budget", note)
+    world = Stepper(make_shape(num_blocks=80, max_model_len=128, max_num_batched_tokens=16))
+    world.measures.costs = KnownCosts()
+    world.measures.costs.begin_epoch("any")
+    world.begin_epoch(world.scheduler.caches)
+    request = world.submit([*range(1, 61)], max_tokens=20, priority=priority)
+    while not request.sequences[0].num_output_tokens:
+        world.step()
+    assert backlogs
+    assert math.inf not in backlogs, "its first token came as any other's"
+    world.scheduler.abandon()
+    for rank in world.ranks:
+        rank.begin_epoch()
+    world.begin_epoch(PrefixCache.of_group(world.shape))  # nothing is kept
+    for _ in range(1 + is_bound):  # in the first step it waits, later it has a row
+        backlogs.clear()
+        world.step()
+    assert (math.inf in backlogs) == hurries
+    finish(world, request)
 
 
 def test_who_has_kv_on_a_rank_goes_on_there_before_others_take_its_place() -> None:
