@@ -21,7 +21,7 @@ from protos.settings import BAD_CONFIGURATION, command
 from protos.transport.addresses import is_loopback
 
 if TYPE_CHECKING:
-    from executor.server import ExecutorServicer
+    from executor.server.service import ExecutorServicer
 
 log = structlog.stdlib.get_logger(__name__)
 
@@ -55,7 +55,7 @@ async def serve(config: ExecutorConfig) -> int:
     """Serves until SIGTERM or SIGINT; a second one ends it at once. Returns the exit code."""
     with uncollected():
         from executor.parallel.rendezvous import StorePort
-        from executor.server import ExecutorServicer
+        from executor.server.service import ExecutorServicer
 
     stopped = asyncio.Event()
     at_once = asyncio.Event()

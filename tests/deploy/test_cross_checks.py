@@ -14,8 +14,8 @@ from grpc_health.v1 import health_pb2
 from deploy.local.launch import DEMO_MODEL
 from deploy.local.processes import ROOT
 from executor.config import ExecutorConfig
-from executor.server import LIVENESS as EXECUTOR_LIVENESS
-from executor.server import READINESS as EXECUTOR_READINESS
+from executor.server.service import LIVENESS as EXECUTOR_LIVENESS
+from executor.server.service import READINESS as EXECUTOR_READINESS
 from protos.serving.v1 import serving_pb2
 from router.api.health import LIVENESS, READINESS
 from router.executors.discovery import find_addresses, strength_of

@@ -29,7 +29,7 @@ import torch
 
 from executor.build.executor import build_worker
 from executor.parallel.rendezvous import open_store
-from executor.server import ExecutorServicer
+from executor.server.service import ExecutorServicer
 from protos.executor.v1 import executor_pb2 as pb
 from protos.transport.port import ServiceConfig
 from router.errors import ExecutorLost

@@ -19,7 +19,7 @@ import uvloop
 
 from executor.batch.placement import Loaded, Placement
 from executor.parallel.epochs import JoinAttempt
-from executor.server import ExecutorServicer
+from executor.server.service import ExecutorServicer
 from protos.executor.step_checksums import agreement_crc32, part_crc32
 from protos.executor.v1 import executor_pb2 as pb
 from protos.transport.port import ServiceConfig

@@ -24,7 +24,7 @@ from deploy.local.processes import ROOT
 
 start_anew = processes.spawn
 THREADS = "OMP_NUM_THREADS"
-PRELOADED = ("executor.build.executor", "executor.server", "router.app")
+PRELOADED = ("executor.build.executor", "executor.server.service", "router.app")
 
 
 class Fork:

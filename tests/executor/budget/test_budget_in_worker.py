@@ -11,7 +11,7 @@ from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from executor.errors import InvalidStep
 from executor.parallel.epochs import JoinAttempt
-from executor.server import agreement_digest
+from executor.server.service import agreement_digest
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb
 from protos.transport.port import ServiceConfig

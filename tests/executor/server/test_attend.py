@@ -9,7 +9,8 @@ import pytest
 
 from executor.metrics import Measures
 from executor.parallel.lease import Lease
-from executor.server import QUIET_MS, Beats
+from executor.server.beats import Beats
+from executor.server.service import QUIET_MS
 from protos.executor.beats import BEAT_S
 from protos.executor.v1 import executor_pb2 as pb
 from protos.transport.error_details import error_details
@@ -61,7 +62,7 @@ async def test_a_pause_is_announced_at_once_for_as_long_as_a_join_takes(
     fake: Any, monkeypatch: pytest.MonkeyPatch
 ):
     worker, client = fake
-    monkeypatch.setattr("executor.server.BEAT_S", 3600.0)
+    monkeypatch.setattr("executor.server.beats.BEAT_S", 3600.0)
     call = await attended(client)
     assert (await call.read()).quiet_ms == 0
     groups = HeldGroups()
@@ -203,7 +204,7 @@ async def test_an_executor_whose_driver_is_there_is_refused_to_other_routers(fak
 async def test_routers_that_observe_are_told_at_once_who_drives_and_when_it_is_gone(
     fake: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("executor.server.BEAT_S", 3600.0)
+    monkeypatch.setattr("executor.server.beats.BEAT_S", 3600.0)
     _, client = fake
     call = await attended(client)
     assert not (await call.read()).HasField("driver")

@@ -8,7 +8,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from executor.server import SERVICE, STUCK_CHECKS, agreement_digest
+from executor.server.service import SERVICE, STUCK_CHECKS, agreement_digest
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.support.fake_worker import FakeWorker, held_step, read_ids, until
 from tests.executor.support.servers import join_request, reason_of, request, serving

@@ -47,7 +47,7 @@ async def test_a_step_is_in_the_queue_until_the_one_before_has_ended(
 ):
     now_ns = [5000]
     clock = SimpleNamespace(perf_counter_ns=lambda: now_ns[0], perf_counter=time.perf_counter)
-    monkeypatch.setattr("executor.server.time", clock)
+    monkeypatch.setattr("executor.server.service.time", clock)
     worker, client = ahead
     call = await launched(worker, client, 1, 2)
     now_ns[0] = 8000
@@ -103,7 +103,7 @@ async def test_a_join_waits_for_the_steps_of_the_epoch_before(
         worker.gate.set()
         futures.wait(readings)
 
-    monkeypatch.setattr("executor.server.wait", end_steps_and_wait)
+    monkeypatch.setattr("executor.server.service.wait", end_steps_and_wait)
     await client.join(2)
     assert worker.num_unread_at_join == 0
     worker.unread_failure = None

@@ -15,7 +15,7 @@ from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from executor.metrics import Measures
 from executor.parallel.rendezvous import StorePort, open_store
-from executor.server import ExecutorServicer
+from executor.server.service import ExecutorServicer
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1 import executor_pb2_grpc
 from protos.transport.error_details import error_details

@@ -19,7 +19,7 @@ from executor.graph.backend import EagerBackend
 from executor.graph.cuda_graph_backend import CUDAGraphBackend
 from executor.model import families
 from executor.model.weights.targets import WeightGroup
-from executor.server import ExecutorServicer
+from executor.server.service import ExecutorServicer
 from tests.gpu.support.weights import fill, random_tensor
 
 SKIPPED = 10  # replays at the beginning: prompts, and steps with few sequences

@@ -24,7 +24,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -57,10 +56,10 @@ from executor.parallel.epochs import (
 )
 from executor.parallel.layout import Capacity
 from executor.parallel.lease import Lease
-from protos.executor.beats import BEAT_S
+from executor.server.beats import Beats
+from executor.server.step_stream import Answer, Reading, StepStream
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1 import executor_pb2_grpc
-from protos.telemetry.metrics import Histogram
 from protos.transport.admission import Refusals
 from protos.transport.errors import RpcError, abort_on_error
 from protos.transport.health import SERVICE_NAME, HealthServicer
@@ -76,8 +75,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 SERVICE = pb.DESCRIPTOR.services_by_name["ExecutorService"].full_name
 LIVENESS, READINESS = "liveness", "readiness"
 
-# Steps taken off a stream and not answered yet. A router sends 2; more only wait.
-MAX_UNANSWERED_STEPS = 8
 QUIET_MS = 10_000  # for which captures and libraries that are loaded may hold the event loop up
 STUCK_CHECKS = 10  # so that a process that was stopped for a while is not taken for a stuck one
 
@@ -94,12 +91,6 @@ NOT_ELASTIC = InvalidPlacement(
     "this executor's place is set where it was started", field="placement"
 )
 STEP = f"/{SERVICE}/Step"  # its first message comes when there is something to do
-
-
-# Errors are returned, not raised: nobody awaits the answers of a call that was cancelled. None
-# is the answer of a step that was dropped.
-Answer = pb.StepResponse | RpcError | None
-Reading = Future[Answer]  # of a step whose tokens are on their way
 
 
 class Pending(Protocol):
@@ -161,151 +152,6 @@ class Store(Protocol):
     @property
     def port(self) -> int: ...
     def close(self) -> None: ...
-
-
-class StepStream:
-    """One open Step call: the answers it is owed, in order, and how it ends.
-
-    Attributes:
-        answers: Awaitable answers; None after the last one.
-        has_ended: Whether steps that have not begun are dropped.
-        under_way: Numbers of the steps that have begun and not ended.
-        is_over: Set when the router has been told how the call ended.
-        epoch: The epoch whose group is left when the call is over; None: no group is.
-    """
-
-    def __init__(self) -> None:
-        self.answers: asyncio.Queue[asyncio.Future[Answer | Reading] | None] = asyncio.Queue()
-        self.unanswered = asyncio.Semaphore(MAX_UNANSWERED_STEPS)
-        self.has_ended = False
-        self.under_way: set[int] = set()
-        self.is_over = asyncio.Event()
-        self.epoch: int | None = None
-        self._loop = asyncio.get_running_loop()
-
-    def end(self, error: RpcError) -> None:
-        """Answers what has begun, then ends the call with ``error``."""
-        self.has_ended = True
-        self.refuse(error)
-
-    def refuse(self, error: RpcError) -> None:
-        """Answers all steps that came, then ends the call with ``error``."""
-        ending: asyncio.Future[Answer | Reading] = self._loop.create_future()
-        ending.set_result(error)
-        self.answers.put_nowait(ending)
-
-    def refuse_soon(self, error: RpcError) -> None:
-        """Does so from another thread."""
-        self._loop.call_soon_threadsafe(self.refuse, error)
-
-
-class Beats:
-    """Beats of this process on every open Attend call.
-
-    The router that drives the epoch takes answers of steps for beats, so it gets none while it gets them.
-
-    Args:
-        beat: Returns what to say now; how late it is, is filled in, and who drives.
-        lease: Gets the beats of routers.
-        late_s: Gets how late each was.
-    """
-
-    def __init__(
-        self, beat: Callable[[], pb.AttendResponse], lease: Lease, late_s: Histogram
-    ) -> None:
-        self._beat = beat
-        self._lease = lease
-        self._late_s = late_s
-        self._routers: list[_Router] = []  # one for each call
-        self._answered_epoch, self._answer_time = 0, 0.0
-        self._has_ended = False
-
-    async def attend(self, requests: AsyncIterator[pb.AttendRequest], context: Context) -> None:
-        """Beats until the router ends the call, or until `end`."""
-        loop, router = asyncio.get_running_loop(), _Router()
-        reader = asyncio.create_task(self._read(requests, router, context))
-        reader.add_done_callback(lambda _: router.wake_up())
-        self._routers.append(router)
-        due = loop.time()
-        try:
-            while not (self._has_ended or reader.done()):
-                router.has_news = False
-                late_s = max(0.0, loop.time() - due)
-                self._late_s.observe(late_s)
-                beat = self._beat()
-                beat.late_ms = round(1000 * late_s)
-                driver = self._lease.driver
-                if driver is not None and driver.router_id != router.id:
-                    beat.driver.CopyFrom(pb.Driver(**driver._asdict()))
-                await context.write(beat)
-                due = loop.time() + BEAT_S
-                await router.wait_until(due)
-                while not router.has_news and self._answers_until(router) > due:
-                    due = self._answers_until(router)
-                    await router.wait_until(due)
-            if reader.done():
-                reader.result()
-        finally:
-            self._routers.remove(router)
-            reader.cancel()
-            if router.id is not None:
-                self._lease.leave(router.id, was_driver=router.is_driver)
-
-    def note_answer(self, epoch: int) -> None:
-        """Notes that the router that drives this epoch is sent an answer now."""
-        self._answered_epoch = epoch
-        self._answer_time = asyncio.get_running_loop().time()
-
-    def _answers_until(self, router: "_Router") -> float:
-        """Returns until when the answers that a router was sent need no beat."""
-        is_told = router.epoch == self._answered_epoch
-        return self._answer_time + BEAT_S if is_told else 0.0
-
-    def beat_now(self) -> None:
-        """Has the next beat go out at once, on all calls."""
-        for router in self._routers:
-            router.wake_up()
-
-    def end(self) -> None:
-        """Ends all calls."""
-        self._has_ended = True
-        self.beat_now()
-
-    async def _read(
-        self, requests: AsyncIterator[pb.AttendRequest], router: "_Router", context: Context
-    ) -> None:
-        """Returns when no more beats come."""
-        async for request in requests:
-            if router.id is None:
-                router.id = request.router_id
-                self._lease.attend(router.id)
-                log.info("attended", router_id=router.id.hex(), peer=context.peer())
-            router.epoch = request.epoch
-            was_driver, router.is_driver = router.is_driver, request.is_driver
-            self._lease.note_beat(router.id, is_driver=request.is_driver, was_driver=was_driver)
-
-
-@dataclass(slots=True)
-class _Router:
-    """Who attends in one call."""
-
-    id: bytes | None = None  # until its first beat
-    is_driver: bool = False  # as its last beat said
-    epoch: int = 0  # that it drives, likewise
-    has_news: bool = False  # that no answer of a step tells: a beat is due at once
-    _wake: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def wake_up(self) -> None:
-        """Has the next beat go out at once."""
-        self.has_news = True
-        self._wake.set()
-
-    async def wait_until(self, time_s: float) -> None:
-        """Waits until a time on the event loop's clock, or until there is news."""
-        timer = asyncio.get_running_loop().call_at(time_s, self._wake.set)
-        await self._wake.wait()
-        self._wake.clear()
-        timer.cancel()
 
 
 class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):

@@ -1,0 +1,1 @@
+"""Service of one executor, as its router calls it."""

@@ -1,0 +1,127 @@
+"""Beats of an executor: one to each router that attends it, unless an answer of a step says as much."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import structlog
+
+from executor.parallel.lease import Lease
+from protos.executor.beats import BEAT_S
+from protos.executor.v1 import executor_pb2 as pb
+from protos.telemetry.metrics import Histogram
+
+log = structlog.stdlib.get_logger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Beats:
+    """Beats of this process on every open Attend call.
+
+    The router that drives the epoch takes answers of steps for beats, so it gets none while it gets them.
+
+    Args:
+        beat: Returns what to say now; how late it is, is filled in, and who drives.
+        lease: Gets the beats of routers.
+        late_s: Gets how late each was.
+    """
+
+    def __init__(
+        self, beat: Callable[[], pb.AttendResponse], lease: Lease, late_s: Histogram
+    ) -> None:
+        self._beat = beat
+        self._lease = lease
+        self._late_s = late_s
+        self._routers: list[_Router] = []  # one for each call
+        self._answered_epoch, self._answer_time = 0, 0.0
+        self._has_ended = False
+
+    async def attend(self, requests: AsyncIterator[pb.AttendRequest], context: Context) -> None:
+        """Beats until the router ends the call, or until `end`."""
+        loop, router = asyncio.get_running_loop(), _Router()
+        reader = asyncio.create_task(self._read(requests, router, context))
+        reader.add_done_callback(lambda _: router.wake_up())
+        self._routers.append(router)
+        due = loop.time()
+        try:
+            while not (self._has_ended or reader.done()):
+                router.has_news = False
+                late_s = max(0.0, loop.time() - due)
+                self._late_s.observe(late_s)
+                beat = self._beat()
+                beat.late_ms = round(1000 * late_s)
+                driver = self._lease.driver
+                if driver is not None and driver.router_id != router.id:
+                    beat.driver.CopyFrom(pb.Driver(**driver._asdict()))
+                await context.write(beat)
+                due = loop.time() + BEAT_S
+                await router.wait_until(due)
+                while not router.has_news and self._answers_until(router) > due:
+                    due = self._answers_until(router)
+                    await router.wait_until(due)
+            if reader.done():
+                reader.result()
+        finally:
+            self._routers.remove(router)
+            reader.cancel()
+            if router.id is not None:
+                self._lease.leave(router.id, was_driver=router.is_driver)
+
+    def note_answer(self, epoch: int) -> None:
+        """Notes that the router that drives this epoch is sent an answer now."""
+        self._answered_epoch = epoch
+        self._answer_time = asyncio.get_running_loop().time()
+
+    def _answers_until(self, router: "_Router") -> float:
+        """Returns until when the answers that a router was sent need no beat."""
+        is_told = router.epoch == self._answered_epoch
+        return self._answer_time + BEAT_S if is_told else 0.0
+
+    def beat_now(self) -> None:
+        """Has the next beat go out at once, on all calls."""
+        for router in self._routers:
+            router.wake_up()
+
+    def end(self) -> None:
+        """Ends all calls."""
+        self._has_ended = True
+        self.beat_now()
+
+    async def _read(
+        self, requests: AsyncIterator[pb.AttendRequest], router: "_Router", context: Context
+    ) -> None:
+        """Returns when no more beats come."""
+        async for request in requests:
+            if router.id is None:
+                router.id = request.router_id
+                self._lease.attend(router.id)
+                log.info("attended", router_id=router.id.hex(), peer=context.peer())
+            router.epoch = request.epoch
+            was_driver, router.is_driver = router.is_driver, request.is_driver
+            self._lease.note_beat(router.id, is_driver=request.is_driver, was_driver=was_driver)
+
+
+@dataclass(slots=True)
+class _Router:
+    """Who attends in one call."""
+
+    id: bytes | None = None  # until its first beat
+    is_driver: bool = False  # as its last beat said
+    epoch: int = 0  # that it drives, likewise
+    has_news: bool = False  # that no answer of a step tells: a beat is due at once
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def wake_up(self) -> None:
+        """Has the next beat go out at once."""
+        self.has_news = True
+        self._wake.set()
+
+    async def wait_until(self, time_s: float) -> None:
+        """Waits until a time on the event loop's clock, or until there is news."""
+        timer = asyncio.get_running_loop().call_at(time_s, self._wake.set)
+        await self._wake.wait()
+        self._wake.clear()
+        timer.cancel()
