@@ -16,7 +16,7 @@ LOCKSTEP: Builds = {
     OWN: lockstep(),
     f"{OWN}, bound is target": lockstep(max_token_gap_ms=50.0),
 }
-TARGETS = [round(15 * 1.06**n, 1) for n in range(57)]  # to 390 ms
+TARGETS = [round(15 * 1.06 ** (n / 2), 1) for n in range(113)]  # to 390 ms
 
 
 def _sweep_at(target: float) -> Builds:
@@ -33,8 +33,8 @@ def _sweep_at(target: float) -> Builds:
 
 
 def sweep_below(gaps: Iterable[float]) -> list[str]:
-    """Returns the names of our settings of the two targets next below each gap in milliseconds."""
-    chosen = {target for gap in gaps for target in [t for t in TARGETS if t <= gap][-2:]}
+    """Returns the names of our settings of the four targets next below each gap in milliseconds."""
+    chosen = {target for gap in gaps for target in [t for t in TARGETS if t <= gap][-4:]}
     return [name for target in sorted(chosen) for name in _sweep_at(target)]
 
 
