@@ -55,7 +55,8 @@ class Engines:
         events: What last happened to this router as a whole.
         is_draining: Whether this router was told to stop.
         is_shutting_down: Whether new requests are refused, because this router is about to stop.
-        on_standby: Called when other routers drive all groups, each time that more is known of these.
+        on_standby: Called when other routers drive all groups, each time that more is known of these; not
+            while this one stops.
     """
 
     def __init__(
@@ -106,7 +107,8 @@ class Engines:
         self._move_waiting()
         if self.is_standby:
             self.listeners.wake_all()  # streams on which nothing runs end
-            self.on_standby()
+            if not self.is_draining:
+                self.on_standby()
         self._check_readiness()
 
     def _check_readiness(self) -> None:

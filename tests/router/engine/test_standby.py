@@ -5,6 +5,7 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -185,7 +186,10 @@ async def test_a_router_that_is_told_to_stop_commits_what_is_in_flight_and_leave
         executors.num_standbys = 1
         num_sent = len(executors.plans)
         engines.begin_drain(delay_s=0.0, grace_s=1.0)
+        engines.on_standby = Mock()
         assert await engines.hand_over()
+        assert engines.is_standby
+        assert not engines.on_standby.called  # it starts nothing for requests that go elsewhere
         assert executors.is_closed
         assert len(executors.plans) == num_sent
         assert not executors._pending
