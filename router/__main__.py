@@ -2,8 +2,10 @@
 
 import os
 
-# gRPC's own log would write past ours. It reads this as it is imported.
+# gRPC reads these as it is imported. Its own log would write past ours; what it does in each process that
+# is started, in case that goes on with its channels, has ended some of them before they began.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import uvloop
 

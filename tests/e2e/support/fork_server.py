@@ -63,6 +63,7 @@ def fork_server(folder: Path, python_path: str | None = None) -> Iterator[None]:
     address = str(folder / "fork-server")
     command = [sys.executable, "-m", __name__, address]
     env = {**os.environ, THREADS: "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    env["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # as routers have it, before they import gRPC
     if python_path is not None:
         env["PYTHONPATH"] = python_path
     python_path = env.get("PYTHONPATH")
