@@ -103,6 +103,14 @@ def test_a_gap_is_kept_before_it_is_known_what_steps_take() -> None:
     assert figures["longest s"] < 2.5
 
 
+def test_prompts_run_under_a_target_that_no_step_keeps_before_that_is_known() -> None:
+    policy = lockstep(target_token_gap_ms=0.01)(Sizes(num_ranks=2))
+    figures = serve(
+        policy, [Job(number, 0.0, 500, 20) for number in range(8)], COSTS["30b"]
+    ).figures()
+    assert figures["longest s"] < 2.5
+
+
 def known_policy(sizes: Sizes) -> Lockstep:
     """The real scheduler, which has learnt what steps take and has nothing to do."""
     policy = lockstep()(sizes)

@@ -31,13 +31,14 @@ from router.scheduling.step_budget import (
     Why,
     drained_tokens,
     fill,
+    gap_range,
     open_budget,
 )
 from router.scheduling.step_builder import Chunk, StepBuilder
 
-# Prompt tokens of a rank while it is not known what steps take: few, and not always as many, as steps that
-# are alike tell nothing apart.
-UNKNOWN_CHUNKS = 256, 512
+# Prompt tokens of a rank for each second of the target while it is not known what steps take: few, and not
+# always as many, as steps that are alike tell nothing apart.
+UNKNOWN_RATES = 10_000, 20_000
 
 FEW_ENDS = 64  # one of so many decodes: without it, prompts are held or run as with it
 
@@ -112,6 +113,7 @@ class PromptPlanner:
         self._measures = measures
         self._clock = clock
         self._hold = Hold(settings, clock())
+        self._first_target_s, _ = gap_range(settings, order.prices)
         self._held: _Layout | None = None  # what the last step did not run
 
     def take(self, runs: Mask) -> tuple[Int32Array | None, list[list[Chunk]]]:
@@ -137,7 +139,8 @@ class PromptPlanner:
         chunk = self._shape.max_num_batched_tokens
         if self._settings.go_by_time:
             num_seen = self._measures.costs.plain.num_steps[True]
-            chunk = min(chunk, UNKNOWN_CHUNKS[num_seen % 2])
+            num_tokens = int(self._first_target_s * UNKNOWN_RATES[num_seen % 2])
+            chunk = min(chunk, max(num_tokens, self._settings.min_chunk_tokens))
         order.begin_plan()
         self._waiting.order_by_length(order.seconds_behind(1))
         prompts, budget = held.prompts if held else order.bound(rows), None
