@@ -193,6 +193,7 @@ class ElasticPolicy:
         self._grown = float("-inf")
         self._weak_since: float | None = None
         self._num_failures = 0  # of formings since the last epoch, or since somebody was blamed
+        self._acquitted: tuple[str, list[str]] = ("", [])  # who could not join, and who was blamed
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -221,7 +222,10 @@ class ElasticPolicy:
         is_quick = ready is not None and all(
             ready.can_join(member) for team in free if team in ready.teams for member in team
         )
-        held_off = [team for team in newcomers if team not in free]
+        held_off = sorted(  # or the same would be tried for ever, where one of them is broken
+            (team for team in newcomers if team not in free),
+            key=lambda team: max(self.held_off_until(each.address, now) for each in team),
+        )
         everybody = [*staying, *free, *held_off][:size]
         for plan in (
             ready if is_quick else None,
@@ -270,13 +274,14 @@ class ElasticPolicy:
         )
         self.max_len = self.max_len or min(each.max_len for each in formation.members)
         self._lost_names.clear()
-        self._num_failures = 0
+        self._num_failures, self._acquitted = 0, ("", [])
 
     def note_not_formed(self, now: float, formation: Formation, failed: str = "") -> list[str]:
         """Notes that a group of `choose` did not form. Returns who is held off for it, the second time.
 
-        Newcomers to a group are to blame, or else who could not join: if it was another's fault, that
-        one is left to fail with others.
+        Newcomers to a group are to blame, but a member that cannot join with others either is itself. Of
+        a group that never formed it is who could not join, or the others if that one is held off for it
+        already: a broken one may be what others fail for.
 
         Args:
             now: The time.
@@ -287,13 +292,23 @@ class ElasticPolicy:
         if self._num_failures < MAX_FAILURES:
             return []
         self._num_failures = 0
-        known = {member.address for member in self._members()}
-        members = [member.address for member in formation.members]
-        newcomers = [address for address in members if address not in known]
-        blamed = newcomers if known and newcomers else [failed] * (failed in members)
+        blamed = self._blamed(now, [member.address for member in formation.members], failed)
         for address in blamed:
             self.note_failed(now, address)
         return blamed
+
+    def _blamed(self, now: float, members: Sequence[str], failed: str) -> list[str]:
+        """Returns the addresses of those of a forming's members that are to blame for its failure."""
+        known = {member.address for member in self._members()}
+        newcomers = [address for address in members if address not in known]
+        itself = [failed] * (failed in members)
+        if known and newcomers:
+            before, self._acquitted = self._acquitted, (failed, newcomers)
+            is_again = failed in known and failed == before[0] and newcomers != before[1]
+            return itself if is_again else newcomers
+        if itself and self.held_off_until(failed, now) > now:
+            return [each for each in members if self.held_off_until(each, now) <= now] or itself
+        return itself
 
     def note_failed(self, now: float, address: str) -> None:
         """Notes that an executor could not join, which counts as a lost place: it stays no member."""

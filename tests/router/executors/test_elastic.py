@@ -277,6 +277,39 @@ def test_a_group_that_never_formed_holds_off_who_could_not_join() -> None:
     assert names(group.choose(0, executors("ab"))) == "ab", "it could not serve otherwise"
 
 
+def attempts_without(
+    group: ElasticPolicy, now: float, candidates: list[Candidate], broken: str, is_named: bool
+) -> int:
+    """Returns how many formings fail until one lacks an executor with which none can form."""
+    for attempt in range(40):
+        formation = group.choose(now + 5 * attempt, candidates)
+        others = [each for each in names(formation) if each != broken]
+        if len(others) == len(formation.members):
+            return attempt
+        failed = broken if is_named else others[0]
+        group.note_not_formed(now + 5 * attempt, formation, failed)
+    return 40
+
+
+@pytest.mark.parametrize(
+    ("size", "least", "order"), [(2, 2, "acb"), (2, 2, "cab"), (3, 2, "abcd"), (4, 2, "abcdef")]
+)
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_group_forms_without_an_executor_that_makes_others_fail(
+    size: int, least: int, order: str, is_named: bool
+) -> None:
+    group = ElasticPolicy(Strength(size, least), replace(SETTINGS, first_form_wait_s=0), 0)
+    assert attempts_without(group, 0, executors(order), "c", is_named) <= 12
+
+
+def test_newcomers_are_not_held_off_for_ever_for_a_member_that_cannot_join() -> None:
+    group = policy(3, 2)
+    form(group, 0, executors("abx"))
+    assert attempts_without(group, 10, executors("abcde"), "b", is_named=True) == 4
+    assert names(group.choose(30, executors("abcde"))) == "ade"
+    assert group.held_off_until("d", 30) == 0
+
+
 def test_who_is_held_off_takes_a_place_only_behind_those_that_are_not() -> None:
     group = policy(3, 3)
     for address in "ab":
