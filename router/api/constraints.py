@@ -8,6 +8,7 @@ import sys
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from hashlib import blake2b
 from subprocess import PIPE, Popen
 from threading import Lock, Timer
@@ -91,11 +92,25 @@ class _Worker:
         return process.wait()
 
 
+@dataclass(slots=True)
+class _Build:
+    """A grammar that is being built.
+
+    Attributes:
+        future: What `try_build` will return.
+        num_waiting: Requests that wait for it.
+    """
+
+    future: asyncio.Future[tuple[str, str]]
+    num_waiting: int = 0
+
+
 class _Kept:
     """Grammars of the constraints that came last, by their digest, or what is wrong with them."""
 
     def __init__(self) -> None:
         self._built: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
+        self._builds: dict[bytes, _Build] = {}  # in flight
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="constraints")
         self.worker = _Worker()
 
@@ -104,20 +119,33 @@ class _Kept:
         self._thread.submit(self.worker.start)
 
     async def grammar_of(self, kind: str, text: str) -> str:
-        """Returns the grammar of a constraint, built if it is not known.
+        """Returns the grammar of a constraint, built if it is not known; once for all who ask meanwhile.
 
         Raises:
             InvalidRequest: There is none.
         """
         key = blake2b(f"{kind}:{text}".encode(), digest_size=16).digest()
-        if key not in self._built:
-            loop = asyncio.get_running_loop()
-            build = self.worker.build
-            self._built[key] = await loop.run_in_executor(self._thread, build, kind, text)
+        if (built := self._built.get(key)) is None:
+            built = self._built[key] = await self._build(key, kind, text)
             if len(self._built) > NUM_KEPT:
                 self._built.popitem(last=False)
         self._built.move_to_end(key)
-        return _checked(kind, *self._built[key])
+        return _checked(kind, *built)
+
+    async def _build(self, key: bytes, kind: str, text: str) -> tuple[str, str]:
+        """Returns what `try_build` does. One that nobody waits for any more does not begin."""
+        if (build := self._builds.get(key)) is None:
+            loop = asyncio.get_running_loop()
+            future = loop.run_in_executor(self._thread, self.worker.build, kind, text)
+            build = self._builds[key] = _Build(future)
+        build.num_waiting += 1
+        try:
+            return await asyncio.shield(build.future)
+        finally:
+            build.num_waiting -= 1
+            if not build.num_waiting:
+                build.future.cancel()
+                del self._builds[key]
 
 
 _kept = _Kept()

@@ -1,10 +1,13 @@
 """If these fail, a schema that cannot be enforced is found out by executors, or never."""
 
+import asyncio
 import json
 import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -219,6 +222,71 @@ def test_a_process_that_was_started_before_the_first_grammar_builds_it():
         assert kept.worker._process is process
     finally:
         kept.worker.end()
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[_Kept, list[str], Event]]:
+    """What keeps grammars, those that it began to build, and what lets the builds go on."""
+    begun: list[str] = []
+    kept, may_go_on = _Kept(), Event()
+
+    def build(kind: str, text: str) -> tuple[str, str]:
+        begun.append(text)
+        may_go_on.wait()
+        if text == "fails" and begun.count(text) == 1:
+            raise OSError("no process")
+        return text, ""
+
+    monkeypatch.setattr(kept.worker, "build", build)
+    yield kept, begun, may_go_on
+    may_go_on.set()
+    kept._thread.shutdown()
+
+
+async def ask(kept: _Kept, *texts: str) -> list[asyncio.Task[str]]:
+    asking = [asyncio.create_task(kept.grammar_of("regex", text)) for text in texts]
+    await asyncio.sleep(0)
+    return asking
+
+
+async def test_requests_with_the_same_new_constraint_wait_for_one_build(
+    slow: tuple[_Kept, list[str], Event],
+):
+    kept, begun, may_go_on = slow
+    left, *staying = await ask(kept, *["a"] * 16)
+    left.cancel()
+    await asyncio.wait([left])
+    may_go_on.set()
+    assert await asyncio.gather(*staying) == ["a"] * 15
+    assert await kept.grammar_of("regex", "a") == "a"
+    assert (begun, kept._builds) == (["a"], {})
+
+
+async def test_a_build_that_fails_does_so_for_all_who_wait_and_for_nobody_after_them(
+    slow: tuple[_Kept, list[str], Event],
+):
+    kept, begun, may_go_on = slow
+    asking = await ask(kept, "fails", "fails")
+    may_go_on.set()
+    for failed in await asyncio.gather(*asking, return_exceptions=True):
+        assert isinstance(failed, OSError)
+    assert await kept.grammar_of("regex", "fails") == "fails"
+    assert (begun, kept._builds) == (["fails", "fails"], {})
+
+
+async def test_a_grammar_that_nobody_waits_for_any_more_is_not_built(
+    slow: tuple[_Kept, list[str], Event],
+):
+    kept, begun, may_go_on = slow
+    [before] = await ask(kept, "a")
+    leaving = await ask(kept, "b", "b")
+    for each in leaving:
+        each.cancel()
+    await asyncio.wait(leaving)
+    may_go_on.set()
+    assert await before == "a"
+    assert await kept.grammar_of("regex", "c") == "c"
+    assert begun == ["a", "c"]
 
 
 async def test_only_so_many_grammars_are_kept(monkeypatch: pytest.MonkeyPatch):
