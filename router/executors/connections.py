@@ -11,7 +11,7 @@ from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1.executor_pb2_grpc import ExecutorServiceStub
 from protos.transport.channel import ChannelOpener
 from protos.transport.error_details import error_details
-from router.errors import ExecutorLost, ExecutorUnfit, GroupHeld
+from router.errors import ExecutorLeft, ExecutorLost, ExecutorUnfit, GroupHeld
 from router.executors.attendance import ATTEND, MAX_BEAT_BYTES, Attendance
 
 if TYPE_CHECKING:  # the type of the stub on an aio channel, only in the stub file
@@ -48,7 +48,12 @@ PINGS = (("grpc.keepalive_time_ms", 2000), ("grpc.keepalive_timeout_ms", 2000))
 RARE_PINGS = (("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 10_000))
 
 
-UNFIT = ("INVALID_PLACEMENT", "NOT_PLACED", "LOAD_FAILED")  # of a Join: nobody else's fault
+LOSSES = {  # by the reason of a call's failure; others may be anybody's fault
+    "INVALID_PLACEMENT": ExecutorUnfit,
+    "NOT_PLACED": ExecutorUnfit,
+    "LOAD_FAILED": ExecutorUnfit,
+    "SHUTTING_DOWN": ExecutorLeft,
+}
 SILENT_CODES = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 
 
@@ -145,6 +150,7 @@ async def answer_of(call: Awaitable[T], name: str) -> T:
     Raises:
         GroupHeld: Another router drives the executor.
         ExecutorUnfit: The executor could not join where it was placed.
+        ExecutorLeft: It was told to stop.
         ExecutorLost: It failed otherwise.
     """
     try:
@@ -154,8 +160,9 @@ async def answer_of(call: Awaitable[T], name: str) -> T:
         reason = details.reason or error.code().name
         if reason == "HELD":
             raise held_by(details.metadata.get("router_id", "")) from error
-        kind = ExecutorUnfit if reason in UNFIT else ExecutorLost
-        raise kind(f"{name} failed: {reason}: {error.details()}") from error
+        raise LOSSES.get(reason, ExecutorLost)(
+            f"{name} failed: {reason}: {error.details()}"
+        ) from error
     if answer is None:  # as gRPC has it of bytes that are no message
         raise ExecutorLost(f"{name} failed: the answer is no such message")
     return answer

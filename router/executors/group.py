@@ -237,7 +237,11 @@ class ExecutorGroup:
             raise
         try:
             info = await self._bring_together(placed(formation, members))
-        except GroupHeld:
+        except (
+            GroupHeld,
+            ExecutorLeft,
+            ExecutorUnfit,
+        ):  # nobody's fault, or one's that is held off
             raise
         except ExecutorLost as error:
             failed = error.address if isinstance(error, JoinFailed) else ""
@@ -761,6 +765,9 @@ class ExecutorGroup:
                 if self._policy is not None:
                     self._policy.note_failed(self._clock(), member.address)
                     self._tell_held_off(member.address, error)
+                raise
+            except ExecutorLeft:
+                self._note_left(member)
                 raise
             except GroupHeld:
                 raise

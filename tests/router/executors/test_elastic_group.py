@@ -21,7 +21,7 @@ from router.errors import (
 )
 from router.executors.elastic import Strength
 from router.executors.group import ExecutorGroup, GroupSettings
-from tests.router.support.peers import ElasticPeers, JoinFailed, Peer, error_of, run_step
+from tests.router.support.peers import ElasticPeers, JoinFailed, Peer, error_of, nothing, run_step
 
 PATIENT = GroupSettings(step_timeout_s=120, min_step_deadline_s=120, silent_after_ms=0)
 EAGER = GroupSettings(
@@ -331,6 +331,48 @@ async def test_a_member_whose_joins_fail_gives_its_place_to_a_spare_and_is_told_
         assert (told["executor"], told["seconds"]) == (second, 2 * EAGER.grow_after_s)
         assert second in told["problem"]
         await until(lambda: second in spares_of(world))
+
+
+async def refuse_to_join() -> None:
+    raise ShuttingDown("this executor was told to stop")
+
+
+async def test_only_who_could_not_take_its_place_is_held_off_for_it_and_once() -> None:
+    async with ElasticPeers(Strength(3, 1), PATIENT) as world:
+        first, second, third = [await world.start() for _ in range(3)]
+        await world.group.form()
+        await world.stop(second)
+        await world.stop(third)
+        assert (await world.group.form()).addresses == (first,)
+        good, bad = [await world.start() for _ in range(2)]
+        with capture_logs() as logs:
+            for on_join in (fail_to_join, fail_to_load):
+                world.at(bad).on_join = on_join
+                with pytest.raises(ExecutorLost):
+                    await world.group.form()
+            assert (await world.group.form()).addresses == (first, good)
+        told = [record for record in logs if record["event"] == "executor_held_off"]
+        assert [(record["executor"], record["seconds"]) for record in told] == [(bad, 60)]
+
+
+async def test_joins_of_an_executor_that_was_told_to_stop_are_no_reason_to_hold_any_off() -> None:
+    async with ElasticPeers(Strength(3, 1), PATIENT) as world:
+        first, second = [await world.start() for _ in range(2)]
+        third = await world.start()
+        await world.group.form()
+        await world.stop(third)
+        fourth = await world.start()
+        world.at(second).on_join = refuse_to_join
+        with capture_logs() as logs:
+            for _ in range(3):
+                with pytest.raises(ExecutorLeft, match=f"{second}.* told to stop"):
+                    await world.group.form()
+            world.at(second).on_join = nothing
+            world.at(second).instance_id = "again"
+            assert set((await world.group.form()).addresses) == {first, second, fourth}
+        assert [each for each in logs if each["event"] == "executor_held_off"] == []
+        assert world.group._policy is not None
+        assert world.group._policy.held_off_until(second, world.group._clock()) == 0
 
 
 def stand_still(peer: Peer) -> None:
