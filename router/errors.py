@@ -17,6 +17,7 @@ RpcError
 ├── Cancelled           CANCELLED            somebody called Cancel
 ├── NotReady            UNAVAILABLE          no group has formed yet
 ├── ShuttingDown        UNAVAILABLE          this router stops; retry elsewhere
+│   └── MovedAsPlanned                       where it has left the executors to another one
 ├── Moved               UNAVAILABLE          another router drives the executors; go on there
 ├── ConstraintFailed    INVALID_ARGUMENT     the output cannot keep to the request's constraint
 └── ExecutorFailed      INTERNAL             the request's step fails every time
@@ -184,6 +185,13 @@ class NotReady(RpcError):
 class ShuttingDown(RpcError):
     code = StatusCode.UNAVAILABLE
     reason = "SHUTTING_DOWN"
+
+
+class MovedAsPlanned(ShuttingDown):
+    def __init__(self) -> None:
+        super().__init__(
+            "this router shuts down: send the request to another one, from where it is"
+        )
 
 
 class Moved(RpcError):

@@ -18,6 +18,7 @@ from router.errors import (
     Cancelled,
     DeadlineExceeded,
     Moved,
+    MovedAsPlanned,
     NotReady,
     QueueFull,
     RequestExists,
@@ -258,7 +259,7 @@ class Engines:
                     is_moved = self._move(request, engine)
                     num_moved += is_moved
                     if engine.is_standby and not is_moved:
-                        self.cancel(request, _moved(is_planned=self.is_draining))
+                        self.cancel(request, MovedAsPlanned() if self.is_draining else Moved())
             if num_moved:
                 ids = engine.ids()
                 engine.events.note(logging.INFO, "requests_moved", **ids, requests=num_moved)
@@ -376,15 +377,6 @@ class Engines:
 
     def _expire(self, request: Request) -> None:
         self.cancel(request, _overdue(request, "ended"))
-
-
-def _moved(*, is_planned: bool) -> RpcError:
-    """Returns the end of a request whose executors another router has; nothing of a plan is its fault."""
-    if is_planned:
-        return ShuttingDown(
-            "this router shuts down: send the request to another one, from where it is"
-        )
-    return Moved()
 
 
 def _overdue(request: Request, what: str) -> DeadlineExceeded:

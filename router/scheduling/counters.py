@@ -29,6 +29,8 @@ from router.errors import (
     HistoryGone,
     InvalidRequest,
     ModelNotFound,
+    Moved,
+    MovedAsPlanned,
     NotReady,
     OperatorsOnly,
     PromptTooLong,
@@ -72,7 +74,7 @@ REFUSALS = (
     HistoryGone,
     Unimplemented,
 )
-FAILURES = (Cancelled, DeadlineExceeded, ShuttingDown, ConstraintFailed, ExecutorFailed)
+FAILURES = (Cancelled, DeadlineExceeded, ShuttingDown, Moved, ConstraintFailed, ExecutorFailed)
 
 Counts = npt.NDArray[np.int64]
 
@@ -517,8 +519,8 @@ class RequestMeasures:
 
     def add_end(self, sequence: Sequence) -> None:
         """Counts a sequence that has just ended."""
-        if sequence.error is not None:
-            self.ended[sequence.error.reason] += 1
+        if (error := sequence.error) is not None:
+            self.ended[Moved.reason if isinstance(error, MovedAsPlanned) else error.reason] += 1
             return
         assert sequence.finish_reason is not None
         assert sequence.progress.end_time is not None

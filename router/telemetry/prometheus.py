@@ -115,7 +115,8 @@ ROUTER: list[Metric[Snapshot]] = [
            lambda r: {name: v.end for name, v in first_to_expire().items()},
            "Until when it is valid."),
     Metric("ended_sequences_total", "counter", ("reason",), lambda r: r.ended,
-           "Sequences that were taken and ended: STOP, LENGTH, or the error's reason."),
+           "Sequences that were taken and ended: STOP, LENGTH, or the error's reason; MOVED: go on "
+           "at another router, which has the executors now."),
     Metric("request_seconds", "histogram", (), lambda r: r.total_s,
            "From arrival to the last token, of sequences that ended without an error."),
     Metric("resumed_requests_total", "counter", ("exact",), lambda r: r.resumed,

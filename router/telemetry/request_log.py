@@ -16,7 +16,8 @@ from router.requests.request import Request, Sequence
 log = structlog.stdlib.get_logger(__name__)
 _levels = logging.getLogger(__name__)
 
-GIVEN_UP = (ExecutorFailed, ShuttingDown)  # ends that are neither the caller's wish nor its limit
+# Ends that are neither the caller's wish nor its limit; not their subclasses, as what moves goes on.
+GIVEN_UP = (ExecutorFailed, ShuttingDown)
 
 
 class RequestLog:
@@ -46,7 +47,7 @@ class RequestLog:
 
     def on_end(self, request: Request) -> None:
         """Its last sequence has ended."""
-        is_given_up = any(isinstance(s.error, GIVEN_UP) for s in request.sequences)
+        is_given_up = any(type(s.error) in GIVEN_UP for s in request.sequences)
         level = logging.INFO if is_given_up else logging.DEBUG
         if _levels.isEnabledFor(level):
             log.log(

@@ -194,6 +194,7 @@ async def test_a_router_that_is_told_to_stop_commits_what_is_in_flight_and_leave
         assert len(executors.plans) == num_sent
         assert not executors._pending
         assert isinstance(request.sequences[0].error, ShuttingDown)
+        assert +engines.measures.ended == {"MOVED": 1}  # it was not cut
         assert engine.measures.totals().losses == {"lost": 0, "left": 1}
         await task
 

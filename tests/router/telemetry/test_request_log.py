@@ -3,12 +3,13 @@
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import structlog
 
 from router.engine.engines import Engines
-from router.errors import ShuttingDown
+from router.errors import MovedAsPlanned, ShuttingDown
 from router.requests.request import Request
 from router.telemetry.request_log import RequestLog
 from tests.router.support.running_engines import complete, running
@@ -61,11 +62,15 @@ async def end_early(engines: Engines, name: str, end: Callable[[Request], object
 
 
 @info
-async def test_what_a_caller_ended_is_not_written_unless_asked_for(level: None, log: RequestLog):
+async def test_what_a_caller_ended_or_goes_on_is_not_written_unless_asked_for(
+    level: None, log: RequestLog
+):
     with structlog.testing.capture_logs() as lines:
         async with running(dp_size=1, observers=[log]) as engines:
             await complete(engines, "well", [1, 2, 3], max_tokens=5)
             await end_early(engines, "ill", engines.cancel)
+            leave = partial(engines.cancel, error=MovedAsPlanned())
+            await end_early(engines, "goes on elsewhere", leave)
     assert [line for line in lines if "request_id" in line] == []
 
 
