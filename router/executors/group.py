@@ -102,7 +102,7 @@ class GroupSettings(DeadlineSettings, ElasticSettings):
     model_name: str = "default"
     """Name that clients may give the model in a request."""
     form_timeout_s: float = setting(120.0, above(0))
-    """Seconds for each call that forms a group."""
+    """Seconds for each call that forms a group; a spare that loads no byte for so long is held off."""
     silent_after_ms: int = setting(
         450,
         Rule(
@@ -189,6 +189,7 @@ class ExecutorGroup:
             self._spares = Spares(
                 policy,
                 settings,
+                stall_s=settings.form_timeout_s,
                 describe=self._describe_spares,
                 stage=lambda address, request: self._connections.stubs[address].Stage(request),
                 on_grow=self._end_at_border,

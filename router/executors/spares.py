@@ -39,6 +39,7 @@ class Spares:
     Args:
         policy: Chooses.
         settings: What the operator said.
+        stall_s: Seconds for which a spare may load no byte, beside what the bound on its rate takes.
         describe: Returns those that answer.
         stage: Calls Stage of one, by address.
         on_grow: Called when the group should form anew, with them.
@@ -49,6 +50,7 @@ class Spares:
         policy: ElasticPolicy,
         settings: ElasticSettings,
         *,
+        stall_s: float,
         describe: Callable[[], Awaitable[Sequence[Member]]],
         stage: Stage,
         on_grow: Callable[[], None],
@@ -56,6 +58,7 @@ class Spares:
         self._policy = policy
         self._period_s = min(REVIEW_S, settings.grow_after_s / REVIEWS)
         self._max_bytes_per_s = settings.stage_bytes_per_s
+        self._stall_s = stall_s
         self._describe = describe
         self._stage = stage
         self._on_grow = on_grow
@@ -139,23 +142,46 @@ class Spares:
         self._states = states
 
     async def _load(self, spare: Candidate, formation: Formation) -> None:
-        """Has a spare load its experts of a formation; waits for a while if it cannot."""
-        total = 0
+        """Has a spare load its experts of a formation; waits for a while if it cannot.
+
+        One that makes no progress is held off: the group would wait for it for ever.
+        """
         try:
-            request = pb.StageRequest(
-                placement=placement_of(formation, spare), max_bytes_per_s=self._max_bytes_per_s
-            )
             try:
-                async for progress in self._stage(spare.address, request):
-                    total = progress.bytes_total
+                total = await self._stage_all(spare, formation)
             finally:
                 self._loading.discard(spare.address)
-        except grpc.aio.AioRpcError as error:
-            reason = error_details(error).reason or error.code().name
-            log.warning(
-                "spare_not_staged", executor=spare.address, reason=reason, problem=error.details()
-            )
+        except (grpc.aio.AioRpcError, TimeoutError) as error:
+            reason, problem = "STALLED", "it has loaded nothing for too long"
+            if isinstance(error, grpc.aio.AioRpcError):
+                reason = error_details(error).reason or error.code().name
+                problem = error.details() or ""
+            else:
+                self._policy.note_failed(self._clock(), spare.address)
+            log.warning("spare_not_staged", executor=spare.address, reason=reason, problem=problem)
             await asyncio.sleep(STAGE_RETRY_S)
         else:
             log.info("spare_staged", executor=spare.address, bytes=total)
             self.note_news()
+
+    async def _stage_all(self, spare: Candidate, formation: Formation) -> int:
+        """Has a spare load its experts of a formation. Returns their bytes.
+
+        Raises:
+            grpc.aio.AioRpcError: It cannot.
+            TimeoutError: It makes no progress.
+        """
+        request = pb.StageRequest(
+            placement=placement_of(formation, spare), max_bytes_per_s=self._max_bytes_per_s
+        )
+        stall_s = self._stall_s
+        if self._max_bytes_per_s:
+            stall_s += spare.expert_bytes / self._max_bytes_per_s
+        num_bytes = total = 0
+        async with asyncio.timeout(stall_s) as stall:
+            async for progress in self._stage(spare.address, request):
+                total = progress.bytes_total
+                if progress.bytes_done > num_bytes:
+                    num_bytes = progress.bytes_done
+                    stall.reschedule(self._clock() + stall_s)
+        return total

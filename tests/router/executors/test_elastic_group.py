@@ -1,8 +1,9 @@
 """An elastic group must go on with whom it has: an executor that stays away must not stop it."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import numpy as np
@@ -19,9 +20,13 @@ from router.errors import (
     GroupHeld,
     GroupMismatch,
 )
-from router.executors.elastic import Strength
+from router.executors.elastic import ElasticPolicy, Strength
+from router.executors.formation import Member
 from router.executors.group import ExecutorGroup, GroupSettings
+from router.executors.places import candidate_of
+from router.executors.spares import Spares
 from tests.router.support.peers import ElasticPeers, JoinFailed, Peer, error_of, nothing, run_step
+from tests.support.virtual_clock import on_virtual_clock
 
 PATIENT = GroupSettings(step_timeout_s=120, min_step_deadline_s=120, silent_after_ms=0)
 EAGER = GroupSettings(
@@ -217,6 +222,42 @@ async def test_spares_are_staged_while_the_group_serves_and_are_counted() -> Non
         assert world.at(spare).resident == list(range(8))
         await world.stop(spare)
         await until(lambda: spares_of(world) == {})
+
+
+@pytest.mark.parametrize("stalls", [True, False])
+@on_virtual_clock
+async def test_a_group_waits_for_a_spare_that_loads_slowly_and_not_for_one_that_loads_nothing(
+    stalls: bool,
+) -> None:
+    peers = {address: Peer(0, 0, 0, 1, num_slots=8) for address in "abc"}
+    begun, slow, stall_s = 0.0, "b", 100.0
+
+    async def describe() -> list[Member]:
+        request = executor_pb.DescribeRequest()
+        return [Member(address, await peers[address].describe(request, None)) for address in "bc"]
+
+    async def stage(address: str, request: executor_pb.StageRequest) -> AsyncIterator[Any]:
+        for num_bytes in range(1, 11 if address == slow else 1):
+            await asyncio.sleep(0.6 * stall_s)
+            yield executor_pb.StageResponse(bytes_done=0 if stalls else num_bytes, bytes_total=10)
+        async for progress in peers[address].stage(request, None):
+            yield progress
+
+    settings = replace(PATIENT, first_form_wait_s=0)
+    policy = ElasticPolicy(Strength(3, 1), settings, begun)
+    member = Member("a", await peers["a"].describe(executor_pb.DescribeRequest(), None))
+    policy.note_formed(begun, policy.choose(begun, [candidate_of(member)]))
+    grows, loop = asyncio.Event(), asyncio.get_running_loop()
+    spares = Spares(
+        policy, settings, stall_s=stall_s, describe=describe, stage=stage, on_grow=grows.set
+    )
+    spares.watch()
+    async with asyncio.timeout(20 * stall_s):
+        await grows.wait()
+    spares.stop()
+    assert (policy.held_off_until(slow, loop.time()) > 0) == stalls
+    assert (peers[slow].resident[0] == -1) == stalls, "it had to load all before"
+    assert peers["c"].resident[0] != -1
 
 
 async def test_an_executor_that_was_told_to_stop_is_taken_back_without_being_held_off() -> None:
