@@ -337,7 +337,6 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
                 _check_rendezvous(request)
             self._lease.check(request.router_id)
             self._epochs.join(request.epoch)
-            self._description.joined_max_model_len = request.max_model_len
             if request.kv_id != self._description.kv_id:
                 self._description.kv_id = uuid.uuid4().hex
             if self._stream is not None:
@@ -526,6 +525,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
                 self._joining = None
             self._close_stores(request.epoch)  # all have what they need of it, or it failed
             self._publish_readiness()
+        self._description.joined_max_model_len = request.max_model_len
         if placement is not None:
             self._description.coordinates.CopyFrom(request.placement.coordinates)
         self._measures.joins["joined"] += 1

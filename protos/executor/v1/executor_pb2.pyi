@@ -329,7 +329,7 @@ class DescribeResponse(_message.Message):
     elastic. In a group's slots they are those of its map.
     """
     joined_max_model_len: _builtins.int
-    """JoinRequest.max_model_len of the last Join; 0 before that, or if its router did not say."""
+    """JoinRequest.max_model_len of the last Join that succeeded; 0 before that, or if its router did not say."""
     @_builtins.property
     def coordinates(self) -> Global___Coordinates:
         """Where this executor stands in its group. Of an elastic one, where the last Join placed it; before

@@ -287,7 +287,7 @@ async def test_kv_has_its_id_for_as_long_as_each_join_names_it(fake: Any):
 
 
 async def test_the_longest_sequence_that_a_router_takes_is_told_to_the_next_one(fake: Any):
-    _, client = fake
+    worker, client = fake
 
     async def described() -> int:
         return (await client.executor.Describe(pb.DescribeRequest())).joined_max_model_len
@@ -298,3 +298,8 @@ async def test_the_longest_sequence_that_a_router_takes_is_told_to_the_next_one(
         request.max_model_len = max_model_len
         await client.executor.Join(request)
         assert await described() == max_model_len
+    request = join_request(3)
+    request.max_model_len = 48
+    worker.failure = JoinFailed("rank 1 did not come")
+    assert await reason_of(client.executor.Join(request)) == "JOIN_FAILED"
+    assert await described() == 0, "no group took such sequences"

@@ -516,3 +516,24 @@ async def test_a_router_that_takes_a_group_gives_no_place_to_who_is_too_small_fo
             await other.close()
         assert info.addresses == (member,)
         assert info.model.max_model_len == model.max_model_len > 16
+
+
+async def test_a_router_that_takes_a_group_goes_by_what_its_newest_epoch_was_told() -> None:
+    """Executors of an epoch that did not form may have been told of longer sequences."""
+    async with ElasticPeers(Strength(2, 1), PATIENT) as world:
+        small, large, spare = [await world.start() for _ in range(3)]
+        world.at(small).describes = has_blocks(5)
+        await world.group.form()
+        world.at(spare).joined_max_model_len = 48
+        world.at(spare).driver.CopyFrom(world.at(large).driver)
+        at_once = replace(PATIENT, first_form_wait_s=0)
+        other = ExecutorGroup(world.addresses, at_once, strength=Strength(2, 1), router_id=b"other")
+        try:
+            with pytest.raises(GroupHeld):
+                await other.form()
+            for peer in world.peers.values():
+                peer.driver.has_stream = False
+            info = await other.form()
+        finally:
+            await other.close()
+        assert (info.addresses, info.model.max_model_len) == ((small, large), 16)

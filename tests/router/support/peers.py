@@ -90,7 +90,7 @@ class Peer:
         places: Of experts, as it was told them last.
         resident: [num_slots] experts that it holds; -1: none.
         driver: The router that took it last; others may as soon as that has no stream.
-        joined_max_model_len: What the last Join said of the longest sequence.
+        joined_max_model_len: What the last Join that succeeded said of the longest sequence.
         num_standbys: Told with its beats.
 
     Args:
@@ -186,12 +186,12 @@ class Peer:
             self.advance(request.epoch, least=self.newest)
             self.joined.append(request.epoch)
             self.store_address = request.store_address
-            self.joined_max_model_len = request.max_model_len
             if self.resident:
                 self._take_place(request.placement)
             if self.kv_id and self.kv_id != request.kv_id:
                 self.kv_id = next(self._kv_ids)
             await self.on_join()
+        self.joined_max_model_len = request.max_model_len
         return pb.JoinResponse(
             instance_id=self.instance_id, kv_id=self.kv_id, places_crc32=self._places_crc32
         )
