@@ -18,15 +18,16 @@ from router.scheduling.step import GroupShape
 from router.scheduling.step_budget import Prompt
 
 ROWS_PER_KEPT = 128  # of a group: so seldom one stays free for a flow that has none
-MAX_DEFERRED = 512  # that a plan puts aside after a loss: the rest of the line waits behind so many
+MAX_LOOKUPS = 512  # in vain, in a plan after a loss: the rest of the line waits behind so many
 
 
 class Outcome(Enum):
     """What came of binding a sequence."""
 
     BOUND = auto()
-    NO_RANK = auto()  # has a row, blocks and time for it
+    NO_RANK = auto()  # no rank has a row, blocks and time for it
     DEFERRED = auto()  # another runs first what they have in common
+    LOOKED_UP = auto()  # deferred, too, but it took a lookup to know
 
 
 class Binder:
@@ -94,10 +95,8 @@ class Binder:
             self._is_first = False
             if any(each.progress.has_kept_kv(kv_ids) for each in self._waiting):
                 self._bind_kept(loads)
-        common, deferred = None, list[Sequence]()
-        while (sequence := self._waiting.peek()) is not None:
-            if common is not None and len(deferred) >= MAX_DEFERRED:
-                break
+        common, deferred, num_lookups = None, list[Sequence](), 0
+        while num_lookups < MAX_LOOKUPS and (sequence := self._waiting.peek()) is not None:
             if common is None and sequence.is_interrupted:
                 rows = (prompt.row for prompt in chain.from_iterable(prompts))
                 common = CommonParts(self._table, self._order, map(self._table.bound, rows))
@@ -107,8 +106,9 @@ class Binder:
                     num_stuck = len(self._waiting)
                     self._preempt_for(sequence)
                 break
-            if outcome is Outcome.DEFERRED:
+            if outcome is not Outcome.BOUND:
                 deferred.append(self._waiting.pop(is_aside=True))
+                num_lookups += outcome is Outcome.LOOKED_UP
             elif common is not None:
                 common.note(sequence)
         for sequence in deferred:
@@ -155,7 +155,7 @@ class Binder:
             return Outcome.DEFERRED
         found = self._lookup.find(sequence)
         if common is not None and common.must_wait(sequence, found):
-            return Outcome.DEFERRED
+            return Outcome.LOOKED_UP
         if self._is_kept_out(sequence):
             loads.is_stuck = True
             return Outcome.NO_RANK
@@ -163,7 +163,7 @@ class Binder:
         if rank is None:
             return Outcome.NO_RANK
         if common is not None and common.must_wait(sequence, found, rank):
-            return Outcome.DEFERRED
+            return Outcome.LOOKED_UP
         self._bind_to(rank, sequence, loads, found)
         return Outcome.BOUND
 

@@ -279,11 +279,11 @@ def test_what_interrupted_sequences_begin_with_alike_is_computed_once_on_each_ra
     finish(world, *alike)
 
 
-@pytest.mark.parametrize("max_deferred", [3, 512])
+@pytest.mark.parametrize("max_lookups", [3, 512])
 def test_of_many_interrupted_sequences_that_begin_alike_few_are_looked_up(
-    max_deferred: int, monkeypatch: pytest.MonkeyPatch
+    max_lookups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(binding, "MAX_DEFERRED", max_deferred)
+    monkeypatch.setattr(binding, "MAX_LOOKUPS", max_lookups)
     sizes = {"rows_per_rank": 20, "max_num_logits": 40, "max_model_len": 256}
     world = Stepper(make_shape(num_blocks=900, **sizes))
     alike = [world.submit([*range(1, 161)], max_tokens=30) for _ in range(20)]
@@ -301,6 +301,26 @@ def test_of_many_interrupted_sequences_that_begin_alike_few_are_looked_up(
     assert len(looked_up) <= 2
     finish(world, *alike)
     assert_right(*alike)
+
+
+def test_who_begins_otherwise_does_not_wait_behind_many_interrupted_sequences_that_begin_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(binding, "MAX_LOOKUPS", 3)
+    sizes = {"max_num_batched_tokens": 100, "max_num_logits": 40, "max_model_len": 256}
+    shape = make_shape(dp_size=2, rows_per_rank=20, num_blocks=900, **sizes)
+    world = Stepper(shape, target_token_gap_ms=0.0)
+    alike = [world.submit([*range(1, 161)], max_tokens=30) for _ in range(12)]
+    other = world.submit([*range(200, 360)], max_tokens=30)
+    while not all(request.sequences[0].num_output_tokens for request in (*alike, other)):
+        world.step()
+    world.lose()
+    for cache in world.scheduler.caches:
+        cache.pool.evict_all()
+    world.step()
+    assert len(world.admission) > 3
+    assert other.sequences[0].table is not None
+    finish(world, *alike, other)
 
 
 def test_new_prompts_that_begin_alike_run_at_once() -> None:
