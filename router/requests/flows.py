@@ -176,7 +176,13 @@ class Line:
 
     @property
     def are_many(self) -> bool:
+        """Whether there was ever more than one, and still is: idle ones are forgotten late."""
         return len(self._flows) > 1
+
+    @property
+    def are_rivals(self) -> bool:
+        """Whether sequences of more than one flow wait or run."""
+        return self.are_many and sum(not flow.is_idle for flow in self._flows.values()) > 1
 
     def __iter__(self) -> Iterator[tuple[Caller, Flow]]:
         return iter(self._flows.items())

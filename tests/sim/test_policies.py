@@ -1,5 +1,6 @@
 """If these fail, the comparison of policies tells nothing: a request is lost, or is served for nothing."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -140,12 +141,16 @@ def test_a_flood_delays_its_own_flow_only(is_told_apart: bool) -> None:
     assert (p50 <= 140) == (p99 <= 400) == is_told_apart
 
 
-@pytest.mark.parametrize("flows", [("streams", "resumed"), ("", "")])
-def test_a_flow_that_resumes_many_requests_makes_no_steps_longer_for_others(
-    flows: tuple[str, str],
-) -> None:
-    """One caller's steps may be long until all of its answers go on."""
-    policy, seconds = known_policy(Sizes(num_ranks=2, num_rows=128)), list[float]()
+def resumed_beside_streams(
+    flows: tuple[str, str], before: Sequence[str] = ()
+) -> tuple[float, float]:
+    """Returns the seconds of the longest step, and until no request waits, of many that are resumed.
+
+    Args:
+        flows: Of answers that are streamed, and of the requests.
+        before: Flows that have ended by then.
+    """
+    policy, steps = known_policy(Sizes(num_ranks=2, num_rows=128)), list[tuple[float, float, int]]()
     submit, commit = policy.waiting.submit, policy.commit
 
     def resume(request: Request) -> None:
@@ -154,14 +159,31 @@ def test_a_flow_that_resumes_many_requests_makes_no_steps_longer_for_others(
         submit(request)
 
     def note(work: Work, now: float) -> None:
-        seconds.append(work.seconds)
         commit(work, now)
+        steps.append((work.seconds, now, len(policy.waiting)))
 
     policy.waiting.submit, policy.commit = resume, note  # type: ignore[method-assign]
     streams = [Job(number, 0.0, 20, 200, flow=flows[0]) for number in range(16)]
     resumed = [Job(16 + number, 0.5, 2000, 12, flow=flows[1]) for number in range(60)]
-    serve(policy, streams + resumed, COSTS["30b"])
-    assert (max(seconds) < 0.065) == (flows[0] != flows[1])
+    ended = [Job(76 + number, 0.0, 20, 2, flow=flow) for number, flow in enumerate(before)]
+    serve(policy, streams + resumed + ended, COSTS["30b"])
+    longest_s = max(seconds for seconds, _, _ in steps)
+    return longest_s, max(now for _, now, num_waiting in steps if num_waiting)
+
+
+@pytest.mark.parametrize("flows", [("streams", "resumed"), ("", "")])
+def test_a_flow_that_resumes_many_requests_makes_no_steps_longer_for_others(
+    flows: tuple[str, str],
+) -> None:
+    """One caller's steps may be long until all of its answers go on."""
+    longest_s, _ = resumed_beside_streams(flows)
+    assert (longest_s < 0.065) == (flows[0] != flows[1])
+
+
+def test_a_flow_that_resumes_many_requests_waits_for_none_that_has_ended() -> None:
+    _, alone_s = resumed_beside_streams(("", ""))
+    _, after_another_s = resumed_beside_streams(("", ""), before=["b"])
+    assert after_another_s < 1.1 * alone_s
 
 
 def test_flows_that_always_have_something_waiting_get_equal_shares() -> None:

@@ -170,7 +170,7 @@ class PromptPlanner:
         hardly any decode has ended, only time has passed: prices and KV, too, are those of that step.
         """
         held, self._held = self._held, None
-        if held is None or self._drafting is not None or self._line.are_many:
+        if held is None or self._drafting is not None or self._line.are_rivals:
             return None
         return held if held.rows == rows else None
 
@@ -191,7 +191,7 @@ class PromptPlanner:
     def _open_budget(self, decodes: RowSet, rows: list[int], held: _Layout | None) -> Budget:
         """Returns the time of this step; `rows` are those of its prompts, all of them held or none."""
         # Beside other flows' answers, a flow that resumes many has its share of the time, as ever.
-        is_alone = not self._line.are_many or not any(decodes.num_rows)
+        is_alone = not self._line.are_rivals or not any(decodes.num_rows)
         backlog = held.urgent if held else self._urgent(rows, may_hurry=is_alone)
         if is_alone and (first := self._waiting.peek()) and _hurries(first):
             backlog = math.inf  # their callers wait for the next token
@@ -243,8 +243,8 @@ class PromptPlanner:
         urgent = self._urgent(new)
         if held is not None:
             oldest, urgent = min(oldest, held.oldest), urgent + held.urgent
-        if self._line.are_many:  # a flood's many are no reason to hold another's prompt
-            num_stuck = min(num_stuck, *(sequence.flow.num_waiting for sequence in bound))
+        if self._line.are_rivals:  # a flood's many are no reason to hold another's prompt
+            num_stuck = min([num_stuck, *(sequence.flow.num_waiting for sequence in bound)])
         offer = Offer.of(budget, prompts, counts)
         layout = _Layout(rows, budget, prompts, counts, offer, urgent, oldest)
         return self._decide(layout, num_stuck)
