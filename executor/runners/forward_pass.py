@@ -161,7 +161,7 @@ class RunnerGraphs:
                 pass to warm up and the pieces to record.
             num_pieces: Pieces of a size.
             breaks: Whether graphs break at eager regions; None: where attention cannot be captured.
-            may_put_off: Whether the runner asks for each size (``need``) before it fills the buffers.
+            may_put_off: Whether the runner asks for each size (``ensure_captured``) before it fills the buffers.
                 Where a capture runs nothing it is made then, as callers wait for a Join.
         """
         if breaks is None:
@@ -184,10 +184,11 @@ class RunnerGraphs:
         else:
             capture(self.sizes)
 
-    def need(self, size: int) -> None:
+    def ensure_captured(self, size: int) -> None:
         """Captures a size if that was put off."""
-        if (capture := self._put_off.pop(size, None)) is not None:
+        if (capture := self._put_off.get(size)) is not None:
             capture()
+            del self._put_off[size]
 
     def replay(self, size: int, piece: int | None = None) -> None:
         """Runs the graph of a size."""

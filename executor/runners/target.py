@@ -186,7 +186,7 @@ class DecodeRunner:
         assert batch.layout.graph_size is not None, "the step names a graph"
         assert (batch.tree_mask is not None) == self._has_tree, "captured for trees, or for none"
         size = batch.layout.graph_size // self.num_tokens_per_bs
-        self.graphs.need(size)
+        self.graphs.ensure_captured(size)
         self.graphs.registry.fill_from(  # an idle rank's rows are padding then
             batch,
             raw_bs=batch.batch_size,
@@ -403,9 +403,9 @@ class _CutPass:
 def _load_real(
     forward_pass: ForwardPass, graphs: RunnerGraphs, batch: ForwardBatch
 ) -> ForwardBatch:
-    """Does so for a batch that is no dummy, of a size that may not be captured yet."""
+    """Fills the buffers with a batch that is no dummy; captures its size first if that was put off."""
     if batch.layout.graph_size is not None:
-        graphs.need(batch.layout.graph_size)
+        graphs.ensure_captured(batch.layout.graph_size)
     return _load(forward_pass, graphs, batch)
 
 

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -145,6 +145,16 @@ def test_a_replay_plans_on_the_host_first_and_on_the_device_only_where_no_graph_
     log.clear()
     case.run(runner, batch)
     assert log == expected
+
+
+def test_a_capture_that_failed_is_made_when_its_size_is_run_again(case: RunnerCase):
+    runner: Any = case.build(DECODES, EagerBackend)
+    runner._decode.capture()
+    batch = case.batch(np.random.default_rng(0), [1, 1, 1], 4, has_extend=False)
+    failing = patch.object(runner._decode.graphs.backend, "warm_up", side_effect=MemoryError)
+    with failing, pytest.raises(MemoryError):
+        case.run(runner, batch)
+    case.run(runner, batch)
 
 
 @pytest.mark.parametrize("sizes", [DECODES, EXTENDS], ids=["decode", "breakable"])
