@@ -92,13 +92,11 @@ class ManyCall:
                 if self._is_idle:
                     self._engines.check_open()
                 await self._listener.wait()
-                if reading.done():
-                    reading.result()  # raises what it raised
-                if self._failed is not None:
-                    self._failed.result()
+                self._check(reading)
                 message = self._take()
                 if message.ByteSize():
                     await write(message)
+            self._check(reading)  # it may have failed during the last `write`
         finally:
             reading.remove_done_callback(self._on_read)  # the listener is another call's soon
             readers = reading, *self._beside.values()
@@ -107,6 +105,12 @@ class ManyCall:
             for request in self._live.values():
                 self._engines.cancel(request)
             await asyncio.gather(*readers, return_exceptions=True)
+
+    def _check(self, reading: asyncio.Task[None]) -> None:
+        """Raises what ended the reading of messages, or of one of their requests, before its time."""
+        for task in (reading, self._failed):
+            if task is not None and task.done():
+                task.result()
 
     @property
     def _is_idle(self) -> bool:

@@ -119,6 +119,40 @@ async def test_requests_whose_grammars_are_not_built_hold_up_their_own_stream(
     assert sorted(tags) == list(range(3 * MAX_BESIDE))
 
 
+@pytest.mark.parametrize("fails", ["request", "stream"])
+async def test_what_fails_while_a_message_is_written_ends_the_stream(
+    fails: str, monkeypatch: pytest.MonkeyPatch
+):
+    engines = FakeEngines()
+    engines.echoes = True
+    is_writing = asyncio.Event()
+
+    async def grammar_of(kind: str, text: str) -> str:
+        await is_writing.wait()
+        raise RuntimeError("unexpected")
+
+    async def starts() -> AsyncIterator[pb.GenerateManyRequest]:
+        yield pb.GenerateManyRequest(tag=1, start=prompt())
+        if fails == "request":
+            start = prompt(constraint=pb.Constraint(regex="a"))
+            yield pb.GenerateManyRequest(tag=2, start=start)
+        else:
+            await is_writing.wait()
+            raise RuntimeError("unexpected")
+
+    async def write(message: pb.GenerateManyResponse) -> None:
+        assert [entry.tag for entry in message.responses] == [1]
+        is_writing.set()
+        while asyncio.all_tasks() - others:
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(constraints._kept, "grammar_of", grammar_of)
+    call = ManyCall(engines, None, engines.listeners.open())  # type: ignore[arg-type]
+    others = asyncio.all_tasks()
+    with pytest.raises(RuntimeError, match="unexpected"):
+        await call.run(starts(), write)
+
+
 @pytest.mark.parametrize(
     ("method", "messages"),
     [
