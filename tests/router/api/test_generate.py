@@ -443,8 +443,7 @@ async def test_a_stream_to_a_router_that_stands_by_is_refused_so_that_a_proxy_op
     engines = FakeEngines()
     engines.refusal = Moved()
     async with connected(engines) as stub:
-        call = stub.GenerateMany()
-        await call.write(pb.GenerateManyRequest(tag=1, start=prompt()))
+        call = stub.GenerateMany(iter([pb.GenerateManyRequest(tag=1, start=prompt())]))
         assert error_details(await failure(call)).reason == "MOVED"
     assert +engines.measures.refused == {"MOVED": 1}
 
