@@ -28,14 +28,15 @@ from router.api.messages import (
 from router.api.text import Tokenizer
 from router.api.unknown_fields import refuse_unknown_fields
 from router.engine.engines import Engines
-from router.errors import InvalidRequest
+from router.errors import Cancelled, InvalidRequest
 from router.requests.callers import DEFAULTS, CallerSettings
 from router.requests.request import Listener, Request, Sequence
 
 # Waiting to be sent, because the client does not read; past these, nothing more of it is read.
 MAX_REFUSALS = 256
 MAX_ENDS = 256
-MAX_BESIDE = 16  # requests that another process reads, past which the stream waits for one of them
+# Requests that wait for a grammar or a prompt of another process; past these, the stream waits for one.
+MAX_PREPARING = 16
 
 Write = Callable[[serving_pb2.GenerateManyResponse], Awaitable[None]]
 
@@ -66,8 +67,7 @@ class ManyCall:
         self._settings = settings
         self._live: dict[int, Request] = {}
         self._detailed: dict[int, Request] = {}  # the live ones whose tokens are no columns
-        self._beside: dict[int, asyncio.Task[None]] = {}  # that are read while others come, by tag
-        self._cancelled: set[int] = set()  # tags of these
+        self._preparing: dict[int, asyncio.Task[None]] = {}  # that are not submitted yet, by tag
         self._failed: asyncio.Task[None] | None = None  # one of them, of what nobody expected
         self._begun: list[serving_pb2.TaggedResponse] = []  # to be sent
         self._refusals: asyncio.Queue[serving_pb2.TaggedError] = asyncio.Queue(MAX_REFUSALS)
@@ -99,7 +99,7 @@ class ManyCall:
             self._check(reading)  # it may have failed during the last `write`
         finally:
             reading.remove_done_callback(self._on_read)  # the listener is another call's soon
-            readers = reading, *self._beside.values()
+            readers = reading, *self._preparing.values()
             for reader in readers:
                 reader.cancel()  # from here on it submits nothing
             for request in self._live.values():
@@ -114,7 +114,7 @@ class ManyCall:
 
     @property
     def _is_idle(self) -> bool:
-        return not (self._live or self._beside) and self._refusals.empty()
+        return not (self._live or self._preparing) and self._refusals.empty()
 
     async def _read(self, messages: AsyncIterator[serving_pb2.GenerateManyRequest]) -> None:
         async for message in messages:
@@ -128,40 +128,48 @@ class ManyCall:
                 case "start":
                     await self._start(message.tag, message.start)
                 case "cancel":
-                    if message.tag in self._live:
-                        self._engines.cancel(self._live[message.tag])
-                    elif message.tag in self._beside:
-                        self._cancelled.add(message.tag)
+                    await self._cancel(message.tag)
                 case _:
                     raise self._counted(
                         InvalidRequest("action", "there is none; set start or cancel")
                     )
-        if self._beside:
-            await asyncio.wait(self._beside.values())
+        if self._preparing:
+            await asyncio.wait(self._preparing.values())
 
     def _on_read(self, reading: asyncio.Task[None]) -> None:
         self._listener.wake()
 
     async def _start(self, tag: int, message: serving_pb2.GenerateRequest) -> None:
-        if tag in self._live or tag in self._beside:
+        if tag in self._live or tag in self._preparing:
             problem = f"{tag} is that of a request that still runs on this stream; use another"
             raise self._counted(InvalidRequest("tag", problem))
         if not _needs_process(message):
             return await self._submit(tag, message)
-        while len(self._beside) >= MAX_BESIDE:
-            await asyncio.wait(self._beside.values(), return_when=asyncio.FIRST_COMPLETED)
-        submitting = self._beside[tag] = asyncio.create_task(self._submit(tag, message))
+        while len(self._preparing) >= MAX_PREPARING:
+            await asyncio.wait(self._preparing.values(), return_when=asyncio.FIRST_COMPLETED)
+        name = name_request(message)
+        submitting = asyncio.create_task(self._submit(tag, message), name=name)
+        self._preparing[tag] = submitting
         submitting.add_done_callback(partial(self._on_submitted, tag))
 
     def _on_submitted(self, tag: int, submitting: asyncio.Task[None]) -> None:
-        del self._beside[tag]
+        del self._preparing[tag]
         if not submitting.cancelled() and submitting.exception() is not None:
             self._failed = submitting
-        if tag in self._cancelled:
-            self._cancelled.remove(tag)
-            if tag in self._live:
-                self._engines.cancel(self._live[tag])
         self._listener.wake()
+
+    async def _cancel(self, tag: int) -> None:
+        """Ends a request, if it is there. What another process does for it may go on, for nobody."""
+        if tag in self._live:
+            self._engines.cancel(self._live[tag])
+        elif tag in self._preparing:
+            preparing = self._preparing[tag]
+            preparing.cancel()
+            await asyncio.wait((preparing,))
+            if preparing.cancelled():  # else it is answered
+                error = Cancelled("the request was cancelled")
+                await self._refusals.put(tagged_error(tag, error, preparing.get_name()))
+                self._listener.wake()
 
     async def _submit(self, tag: int, message: serving_pb2.GenerateRequest) -> None:
         request_id = name_request(message)

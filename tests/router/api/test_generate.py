@@ -503,19 +503,20 @@ async def test_a_grammar_that_is_being_built_holds_up_no_other_request_of_its_st
         assert await stream.read() is grpc.aio.EOF
 
 
-async def test_a_request_that_is_cancelled_while_its_grammar_is_built_is_answered_so(
+async def test_a_request_that_is_cancelled_while_its_grammar_is_built_is_answered_so_at_once(
     builds: asyncio.Event,
 ):
-    async with streaming() as (_, stream):
-        await stream.send(tag=1, start=constrained())
-        await stream.send(tag=1, cancel=pb.CancelTag())
-        await stream.start(2, prompt())  # the other two were read before it
-        builds.set()
-        [error] = (await stream.read()).errors
-        assert (error.tag, error.code) == (1, code_pb2.CANCELLED)
-        await stream.send(tag=2, cancel=pb.CancelTag())
-        await stream.read()
+    async with streaming() as (engines, stream):
+        for _ in range(2):  # the tag is free again
+            start = constrained()
+            start.request_id = "mine"
+            await stream.send(tag=1, start=start)
+            await stream.send(tag=1, cancel=pb.CancelTag())
+            [error] = (await stream.read()).errors
+            told = error.tag, error.code, error.request_id
+            assert told == (1, code_pb2.CANCELLED, "mine")
         await stream.end()
+        assert engines.arrivals.empty()
 
 
 async def test_a_tag_whose_grammar_is_being_built_is_in_use(builds: asyncio.Event):

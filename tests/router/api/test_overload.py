@@ -11,7 +11,7 @@ from protos.serving.v1 import serving_pb2 as pb
 from protos.transport.error_details import error_details
 from protos.transport.errors import MAX_MESSAGE_BYTES
 from router.api import constraints
-from router.api.generate_many import MAX_BESIDE, MAX_ENDS, ManyCall
+from router.api.generate_many import MAX_ENDS, MAX_PREPARING, ManyCall
 from router.errors import QueueFull
 from tests.router.support.calls import connected, prompt
 from tests.router.support.fake_engines import FakeEngines, serve
@@ -99,7 +99,7 @@ async def test_requests_whose_grammars_are_not_built_hold_up_their_own_stream(
 
     async def starts() -> AsyncIterator[pb.GenerateManyRequest]:
         nonlocal num_sent
-        for tag in range(3 * MAX_BESIDE):
+        for tag in range(3 * MAX_PREPARING):
             num_sent += 1
             start = prompt(constraint=pb.Constraint(regex="a"))
             yield pb.GenerateManyRequest(tag=tag, start=start)
@@ -112,11 +112,11 @@ async def test_requests_whose_grammars_are_not_built_hold_up_their_own_stream(
     running = asyncio.create_task(ManyCall(engines, None, listener).run(starts(), write))  # type: ignore[arg-type]
     for _ in range(100):
         await asyncio.sleep(0)
-    assert num_sent == MAX_BESIDE + 1
+    assert num_sent == MAX_PREPARING + 1
     are_built.set()
     await running
     tags = [entry.tag for message in sent for entry in message.responses]
-    assert sorted(tags) == list(range(3 * MAX_BESIDE))
+    assert sorted(tags) == list(range(3 * MAX_PREPARING))
 
 
 @pytest.mark.parametrize("fails", ["request", "stream"])
