@@ -125,7 +125,14 @@ class ChatRenderer:
             self._warming = asyncio.create_task(self._warm_up())
 
     async def _warm_up(self) -> None:
-        self._idle.append(await self._start())
+        try:
+            if not self._room.locked():  # else chats start as many as there may be
+                async with self._room:
+                    self._idle.append(await self._start())
+        except OSError as error:
+            log.warning("chat_worker_not_started", error=str(error))
+        finally:
+            self._warming = None
 
     async def render(self, chat: serving_pb2.Chat, max_chars: int) -> str:
         """Returns a chat's text; of one that is longer than may be, the beginning, which is, too.

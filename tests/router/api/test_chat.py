@@ -7,7 +7,7 @@ import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -297,6 +297,43 @@ async def test_a_process_that_was_started_before_the_first_chat_renders_it(
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
     assert (await stub.CountTokens(pb.CountTokensRequest(chat=chat))).num_tokens == 2
     assert tokenizer.chat._workers == [worker]
+
+
+async def test_a_process_that_could_not_be_started_beforehand_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    worker = Mock()
+    start = AsyncMock(side_effect=[OSError("no memory"), worker])
+    monkeypatch.setattr(ChatRenderer, "_start", start)
+    renderer = ChatRenderer(Settings({}, {}))
+    for is_started in (False, True):
+        renderer.warm_up()
+        assert renderer._warming is not None
+        await renderer._warming
+        assert renderer._idle == [worker] * is_started
+
+
+async def test_no_process_is_started_beforehand_where_chats_start_all_that_may_be(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    may_go_on = asyncio.Event()
+    num_started = 0
+
+    async def start(_: ChatRenderer) -> Any:
+        nonlocal num_started
+        num_started += 1
+        await may_go_on.wait()
+        return Mock(ask=AsyncMock(return_value=(TEXT, b"")), process=Mock(returncode=None))
+
+    monkeypatch.setattr(ChatRenderer, "_start", start)
+    renderer = ChatRenderer(Settings({}, {}))
+    calls = [asyncio.create_task(renderer.render(pb.Chat(), 9)) for _ in range(MAX_WORKERS)]
+    renderer.warm_up()
+    assert renderer._warming is not None
+    await asyncio.sleep(0.01)
+    may_go_on.set()
+    await asyncio.gather(*calls)
+    assert num_started == MAX_WORKERS
 
 
 async def test_a_caller_that_left_leaves_no_error_behind(
