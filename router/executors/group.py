@@ -705,9 +705,7 @@ class ExecutorGroup:
         place = held[0].description.coordinates
         told = [member.description for member in held if member.description.joined_max_model_len]
         bounds = ((each.epoch, each.joined_max_model_len) for each in told)
-        _, max_len = max(
-            bounds, default=(0, 0)
-        )  # of the newest epoch: one before may not have formed
+        _, max_len = max(bounds, default=(0, 0))  # of the newest epoch: others may not have formed
         if len(held) == place.dp_size * place.attn_tp_size:  # of fewer, less may be true
             with suppress(GroupMismatch):  # as between two epochs of theirs
                 info = describe_group(held, self._epoch, self._settings.model_name, max_len)
