@@ -28,15 +28,17 @@ from router.api.messages import (
 from router.api.text import Tokenizer
 from router.api.unknown_fields import refuse_unknown_fields
 from router.engine.engines import Engines
-from router.errors import Cancelled, InvalidRequest
+from router.errors import Cancelled, InvalidRequest, QueueFull
 from router.requests.callers import DEFAULTS, CallerSettings
 from router.requests.request import Listener, Request, Sequence
 
 # Waiting to be sent, because the client does not read; past these, nothing more of it is read.
 MAX_REFUSALS = 256
 MAX_ENDS = 256
-# Requests that wait for a grammar or a prompt of another process; past these, the stream waits for one.
+# Requests of a stream that other processes make a grammar or a prompt for at once; further ones wait in
+# line, up to so many bytes, each counted as the least at least. Reading goes on meanwhile.
 MAX_PREPARING = 16
+MAX_UNPREPARED_BYTES, MIN_UNPREPARED_BYTES = 16 << 20, 4 << 10
 
 Write = Callable[[serving_pb2.GenerateManyResponse], Awaitable[None]]
 
@@ -68,6 +70,8 @@ class ManyCall:
         self._live: dict[int, Request] = {}
         self._detailed: dict[int, Request] = {}  # the live ones whose tokens are no columns
         self._preparing: dict[int, asyncio.Task[None]] = {}  # that are not submitted yet, by tag
+        self._num_unprepared_bytes = 0  # of theirs
+        self._room = asyncio.Semaphore(MAX_PREPARING)
         self._failed: asyncio.Task[None] | None = None  # one of them, of what nobody expected
         self._begun: list[serving_pb2.TaggedResponse] = []  # to be sent
         self._refusals: asyncio.Queue[serving_pb2.TaggedError] = asyncio.Queue(MAX_REFUSALS)
@@ -145,15 +149,27 @@ class ManyCall:
             raise self._counted(InvalidRequest("tag", problem))
         if not _needs_process(message):
             return await self._submit(tag, message)
-        while len(self._preparing) >= MAX_PREPARING:
-            await asyncio.wait(self._preparing.values(), return_when=asyncio.FIRST_COMPLETED)
-        name = name_request(message)
-        submitting = asyncio.create_task(self._submit(tag, message), name=name)
+        size = max(message.ByteSize(), MIN_UNPREPARED_BYTES)
+        value, name = self._num_unprepared_bytes + size, name_request(message)
+        if self._preparing and value > MAX_UNPREPARED_BYTES:
+            problem = (
+                f"{len(self._preparing)} requests of this stream wait for their grammar or chat, and "
+                f"with this one would exceed {MAX_UNPREPARED_BYTES} bytes: try again in a second"
+            )
+            limits = {"value": value, "limit": MAX_UNPREPARED_BYTES}
+            return await self._refuse(tag, QueueFull(problem, metadata=limits), name)
+        self._num_unprepared_bytes = value
+        submitting = asyncio.create_task(self._prepare(tag, message), name=name)
         self._preparing[tag] = submitting
-        submitting.add_done_callback(partial(self._on_submitted, tag))
+        submitting.add_done_callback(partial(self._on_submitted, tag, size))
 
-    def _on_submitted(self, tag: int, submitting: asyncio.Task[None]) -> None:
+    async def _prepare(self, tag: int, message: serving_pb2.GenerateRequest) -> None:
+        async with self._room:
+            await self._submit(tag, message)
+
+    def _on_submitted(self, tag: int, size: int, submitting: asyncio.Task[None]) -> None:
         del self._preparing[tag]
+        self._num_unprepared_bytes -= size
         if not submitting.cancelled() and submitting.exception() is not None:
             self._failed = submitting
         self._listener.wake()
@@ -193,8 +209,11 @@ class ManyCall:
                 self._listener.wake()
         except RpcError as error:
             self._forget(tag)
-            await self._refusals.put(tagged_error(tag, self._counted(error), request_id))
-            self._listener.wake()
+            await self._refuse(tag, error, request_id)
+
+    async def _refuse(self, tag: int, error: RpcError, request_id: str) -> None:
+        await self._refusals.put(tagged_error(tag, self._counted(error), request_id))
+        self._listener.wake()
 
     def _counted(self, error: RpcError) -> RpcError:
         """Counts a refusal and returns it."""

@@ -11,7 +11,13 @@ from protos.serving.v1 import serving_pb2 as pb
 from protos.transport.error_details import error_details
 from protos.transport.errors import MAX_MESSAGE_BYTES
 from router.api import constraints
-from router.api.generate_many import MAX_ENDS, MAX_PREPARING, ManyCall
+from router.api.generate_many import (
+    MAX_ENDS,
+    MAX_PREPARING,
+    MAX_UNPREPARED_BYTES,
+    MIN_UNPREPARED_BYTES,
+    ManyCall,
+)
 from router.errors import QueueFull
 from tests.router.support.calls import connected, prompt
 from tests.router.support.fake_engines import FakeEngines, serve
@@ -86,37 +92,75 @@ async def test_requests_whose_ends_nobody_fetches_hold_up_their_own_stream():
     assert sorted(tags) == list(range(4 * MAX_ENDS))
 
 
-async def test_requests_whose_grammars_are_not_built_hold_up_their_own_stream(
+async def test_a_stream_is_read_on_while_more_of_its_grammars_wait_than_are_built_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ):
     engines = FakeEngines()
     engines.echoes = True
-    num_sent, are_built, sent = 0, asyncio.Event(), []
+    num_building, are_built, ended = 0, asyncio.Event(), asyncio.Event()
+    last, plain = 3 * MAX_PREPARING, 3 * MAX_PREPARING + 1
+    ends: dict[int, str] = {}
+
+    async def grammar_of(kind: str, text: str) -> str:
+        nonlocal num_building
+        num_building += 1
+        await are_built.wait()
+        return text
+
+    async def actions() -> AsyncIterator[pb.GenerateManyRequest]:
+        for tag in range(last + 1):
+            start = prompt(constraint=pb.Constraint(regex="a"))
+            yield pb.GenerateManyRequest(tag=tag, start=start)
+        yield pb.GenerateManyRequest(tag=plain, start=prompt())
+        yield pb.GenerateManyRequest(tag=last, cancel=pb.CancelTag())
+        await ended.wait()
+        assert ends == {plain: "", last: "CANCELLED"}
+        assert num_building == MAX_PREPARING
+        are_built.set()
+
+    async def write(message: pb.GenerateManyResponse) -> None:
+        ends.update({entry.tag: "" for entry in message.responses})
+        ends.update({error.tag: error.reason for error in message.errors})
+        if {plain, last} <= ends.keys():
+            ended.set()
+
+    monkeypatch.setattr(constraints._kept, "grammar_of", grammar_of)
+    call = ManyCall(engines, None, engines.listeners.open())  # type: ignore[arg-type]
+    await asyncio.wait_for(call.run(actions(), write), 60)
+    assert ends == dict.fromkeys(range(last), "") | {last: "CANCELLED", plain: ""}
+
+
+async def test_a_stream_keeps_no_more_than_its_share_of_what_waits_for_grammars(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    engines = FakeEngines()
+    engines.echoes = True
+    are_built = asyncio.Event()
+    refused: list[pb.TaggedError] = []
+    num_let_in = MAX_UNPREPARED_BYTES // MIN_UNPREPARED_BYTES
 
     async def grammar_of(kind: str, text: str) -> str:
         await are_built.wait()
         return text
 
     async def starts() -> AsyncIterator[pb.GenerateManyRequest]:
-        nonlocal num_sent
-        for tag in range(3 * MAX_PREPARING):
-            num_sent += 1
+        for tag in range(num_let_in + 2):
             start = prompt(constraint=pb.Constraint(regex="a"))
             yield pb.GenerateManyRequest(tag=tag, start=start)
 
     async def write(message: pb.GenerateManyResponse) -> None:
-        sent.append(message)
+        refused.extend(message.errors)
+        if len(refused) == 2:
+            are_built.set()
 
     monkeypatch.setattr(constraints._kept, "grammar_of", grammar_of)
-    listener = engines.listeners.open()
-    running = asyncio.create_task(ManyCall(engines, None, listener).run(starts(), write))  # type: ignore[arg-type]
-    for _ in range(100):
-        await asyncio.sleep(0)
-    assert num_sent == MAX_PREPARING + 1
-    are_built.set()
-    await running
-    tags = [entry.tag for message in sent for entry in message.responses]
-    assert sorted(tags) == list(range(3 * MAX_PREPARING))
+    call = ManyCall(engines, None, engines.listeners.open())  # type: ignore[arg-type]
+    await asyncio.wait_for(call.run(starts(), write), 60)
+    assert [error.tag for error in refused] == [num_let_in, num_let_in + 1]
+    assert {error.reason for error in refused} == {"QUEUE_FULL"}
+    assert refused[0].metadata["limit"] == str(MAX_UNPREPARED_BYTES)
+    assert refused[0].retry_delay.seconds == 1
+    assert engines.arrivals.qsize() == num_let_in
 
 
 @pytest.mark.parametrize("fails", ["request", "stream"])
