@@ -27,7 +27,7 @@ ExecutorLost            a group's step cannot be finished; the group forms again
 ├── ExecutorLeft        because an executor was told to stop: nobody's fault
 │   └── GroupGrows      because there are more executors for it
 ├── ExecutorUnfit       because an executor cannot take the place that it was given
-├── JoinFailed          because an executor could not join, for itself or for want of another
+├── MemberNotJoined     because an executor could not join, for itself or for want of another
 ├── ExecutorLied        because what an executor said cannot be; it is left out until it restarts
 ├── GroupHeld           because another router drives the group: this one stands by
 │   └── HandedOver      which this router has left the group to
@@ -240,8 +240,8 @@ class ExecutorUnfit(ExecutorLost):
     """An executor of an elastic group could not join where it was placed, and no other is the cause."""
 
 
-class JoinFailed(ExecutorLost):
-    """An executor could not join: the cause is it, another one, or the way between them.
+class MemberNotJoined(ExecutorLost):
+    """A member's Join failed: the cause is it, another one, or the way between them.
 
     Args:
         problem: For people.

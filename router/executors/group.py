@@ -39,7 +39,7 @@ from router.errors import (
     GroupGrows,
     GroupHeld,
     GroupMismatch,
-    JoinFailed,
+    MemberNotJoined,
     ReasonUnknown,
 )
 from router.executors.attendance import Attendance, new_router_id
@@ -245,7 +245,7 @@ class ExecutorGroup:
         ):  # nobody's fault, or one's that is held off
             raise
         except ExecutorLost as error:
-            failed = error.address if isinstance(error, JoinFailed) else ""
+            failed = error.address if isinstance(error, MemberNotJoined) else ""
             for address in self._policy.note_not_formed(self._clock(), formation, failed):
                 self._tell_held_off(address, error)
             raise
@@ -775,7 +775,7 @@ class ExecutorGroup:
             except GroupHeld:
                 raise
             except ExecutorLost as error:
-                raise JoinFailed(str(error), member.address) from error
+                raise MemberNotJoined(str(error), member.address) from error
 
         joined = await all_of([join(member) for member in members])
         for member, answer in zip(members, joined, strict=True):
