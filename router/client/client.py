@@ -84,10 +84,12 @@ _CHANNEL_OPTIONS = [
     # every two minutes.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 300),
-    # A router that is gone without a word is noticed after this time, while a call is open.
+    # A router that is gone without a word is noticed while a call is open: within a second or so where
+    # tokens came, else within two, as gRPC pings once a second at most. Its own threads answer pings, so
+    # a router that has much to do is not taken for one that is gone.
     ("grpc.keepalive_time_ms", 250),
-    ("grpc.keepalive_timeout_ms", 1_000),
-    ("grpc.http2.ping_timeout_ms", 1_250),  # of pings that measure the way, in place of those
+    ("grpc.keepalive_timeout_ms", 500),
+    ("grpc.http2.ping_timeout_ms", 750),  # of pings that measure the way, in place of those
     ("grpc.http2.max_pings_without_data", 0),  # any number: a call that reads sends nothing
 ]
 
