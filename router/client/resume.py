@@ -31,8 +31,8 @@ from router.client.messages import (
 T = TypeVar("T")
 
 METADATA = (("lockstep-resume", "1"),)  # a router whose queue is full reads such calls
-# Attempts in a row that a router took, and that broke off without a token. Three would give up requests
-# that were lost together with one that takes routers down, before they come back apart from it.
+# Attempts in a row that a router took, and that broke off without a token. After three, a third of the
+# requests lost with one that takes routers down would be given up, before they come back apart from it.
 MAX_STALLED = 5
 PLANNED = "SHUTTING_DOWN"  # reason of an end that no request can be the cause of
 MAX_UNANSWERED = 3  # calls that broke off before any router took one; gRPC makes up to five of each
