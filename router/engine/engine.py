@@ -205,7 +205,9 @@ class Engine:
             caches=caches,
             kv_ids=info.kv_ids,
         )
-        self.measures.costs.begin_epoch((info.model.fingerprint, info.shape))
+        shape = info.shape  # its ranks may be more or fewer: prices are of one
+        kind = info.model.fingerprint, shape.attn_tp_size, shape.graph_sizes, shape.speculation
+        self.measures.costs.begin_epoch(kind)
         stats = EpochStats(scheduler.caches, scheduler.num_preemptions, info.shape.graph_sizes)
         self._progress_time = self._clock()
         self._stats = self.measures.begin_epoch(stats)

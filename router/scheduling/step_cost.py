@@ -79,6 +79,7 @@ class StepCost:
         self._drift = 0.0
         self._num_outliers = 0
         self._num_learnt = 0
+        self._num_before = 0  # steps of epochs before this one
         self._weight = 0.0
         self._squares = [
             [START_WEIGHT * (i == j) for i in range(len(PARTS))] for j in range(len(PARTS))
@@ -89,6 +90,12 @@ class StepCost:
     def is_known(self) -> bool:
         """Whether enough steps were seen to go by it; under load all of them run prompts."""
         return self.num_steps[1] >= KNOWN_STEPS and sum(self.num_steps) >= 2 * KNOWN_STEPS
+
+    @property
+    def _is_fresh(self) -> bool:
+        """Whether each step is learnt from at once: little is known, or the group was another before."""
+        num_steps = sum(self.num_steps) - self._num_before
+        return not self.is_known or num_steps <= 2 * KNOWN_STEPS
 
     @property
     def margin(self) -> float:
@@ -111,6 +118,11 @@ class StepCost:
     def coefficients(self) -> dict[str, float]:
         """Returns the same by part, without the margin."""
         return dict(zip(PARTS, self.values(), strict=True))
+
+    def begin_epoch(self) -> None:
+        """Doubts what is known, since executors may be others, and learns from each of the next steps."""
+        self.doubt()
+        self._num_before = sum(self.num_steps)
 
     def doubt(self) -> None:
         """Lets the next steps count for more than all before them; coefficients stay until then."""
@@ -136,10 +148,11 @@ class StepCost:
         """Notes a step that took so long. It is learnt from when somebody asks, or more are noted."""
         has_prompts = plan.agreement.has_extend
         self.num_steps[has_prompts] += 1
-        if self.is_known and not has_prompts and self.num_steps[0] % LEARN_EVERY:
+        is_fresh = self._is_fresh
+        if not is_fresh and not has_prompts and self.num_steps[0] % LEARN_EVERY:
             return
         self._noted.append((_Work.of(plan), seconds))
-        if not self.is_known or len(self._noted) == MAX_NOTED:
+        if is_fresh or len(self._noted) == MAX_NOTED:
             self._catch_up()
 
     def _catch_up(self) -> None:
@@ -171,7 +184,7 @@ class StepCost:
         weight = FAR / max(FAR, abs(target - 1))
         self._add(features, factor=FORGET, weight=weight, target=target)
         self._num_learnt += 1
-        if not self.is_known or self._num_learnt % FIT_EVERY == 0:
+        if self._is_fresh or self._num_learnt % FIT_EVERY == 0:
             self._fit()
 
     def _add(self, features: Vector, *, factor: float, weight: float, target: float) -> None:
@@ -256,15 +269,15 @@ class StepCosts:
         self.plain, self.drafting = StepCost(), StepCost()
 
     def begin_epoch(self, kind: Hashable) -> None:
-        """Keeps what is known if the group is what it was, as far as ``kind`` says.
+        """Keeps what is known if an executor's steps are what they were, as far as ``kind`` says.
 
-        Its executors may be others, or on other machines, so it is doubted all the same.
+        Executors may be others or more than before, or on other machines, so it is doubted all the same.
         """
         if kind != self._kind:
             self._kind = kind
             self.plain, self.drafting = StepCost(), StepCost()
-        self.plain.doubt()
-        self.drafting.doubt()
+        self.plain.begin_epoch()
+        self.drafting.begin_epoch()
 
     def of(self, plan: StepPlan) -> StepCost:
         return self.drafting if plan.agreement.num_draft_tokens else self.plain

@@ -11,6 +11,7 @@ from router.requests.request import Listeners, Request
 from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.plan_lead import MAX_LEAD_S, MIN_LEAD_S, PlanLead
 from router.scheduling.step import InFlight, StepPlan
+from router.scheduling.step_cost import KNOWN_STEPS, StepCosts
 from tests.router.support.fake_executors import FakeExecutors
 from tests.router.support.requests import make_request
 from tests.router.support.running_engines import KnownCosts, drive_group, stepping
@@ -29,8 +30,11 @@ class Even(random.Random):
         return 1 + self.share * (2 * self.random() - 1)
 
 
-def engine_of(engines: Engines, rng: random.Random, **settings: float) -> Engine:
-    executors = FakeExecutors(make_shape(max_model_len=150), rng, step_s=STEP_S)
+def engine_of(
+    engines: Engines, rng: random.Random, *, is_elastic: bool = False, **settings: float
+) -> Engine:
+    shape = make_shape(dp_size=2 if is_elastic else 1, max_model_len=150)
+    executors = FakeExecutors(shape, rng, step_s=STEP_S, is_elastic=is_elastic)
     waiting = WaitingQueue(max_sequences=8, max_tokens=1000)
     engine = drive_group(engines, executors, waiting, first_token_weight=1e9, **settings)
     engine.measures.costs = KnownCosts()
@@ -43,9 +47,16 @@ def submit(engines: Engines, name: str, max_tokens: int) -> Request:
     return request
 
 
-async def end_of(request: Request) -> None:
+async def end_of(request: Request) -> Request:
     while request.is_live:
         await request.listener.wait()
+    return request
+
+
+def num_steps_until_first_token(request: Request) -> float:
+    [sequence] = request.sequences
+    assert sequence.progress.first_token_time is not None
+    return (sequence.progress.first_token_time - request.arrival_time) / STEP_S
 
 
 @pytest.mark.parametrize(("target_ms", "num_steps"), [(0.0, 2), (500.0, 1)])
@@ -59,13 +70,32 @@ async def test_who_comes_while_a_step_runs_is_in_the_next_one(
     async with stepping(engine):
         submit(engines, "long", 100)
         await asyncio.sleep(80.5 * STEP_S)
-        request = submit(engines, "late", 1)
-        await end_of(request)
-        [sequence] = request.sequences
-        assert sequence.progress.first_token_time is not None
-        waited = sequence.progress.first_token_time - request.arrival_time
-        assert num_steps < waited / STEP_S < num_steps + 1
+        waited = num_steps_until_first_token(await end_of(submit(engines, "late", 1)))
+        assert num_steps < waited < num_steps + 1
         assert engine.measures.lead.num_late == 0
+
+
+@on_virtual_clock
+async def test_who_comes_after_a_change_of_size_is_in_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What steps take is known from before it."""
+    engines = Engines(Listeners(KNOWN_STEPS + 2))
+    engine = engine_of(engines, Even(4), is_elastic=True)
+    monkeypatch.setattr(engine.measures, "costs", StepCosts())
+    executors = engine._executors
+    assert isinstance(executors, FakeExecutors)
+    async with stepping(engine):
+        for number in range(KNOWN_STEPS):
+            await end_of(submit(engines, f"r{number}", 4))
+        submit(engines, "long", 100)
+        await asyncio.sleep(4 * STEP_S)
+        size = executors.shape.dp_size
+        executors.end_at_border()
+        while engine.status().epoch < 2 or engine.status().step < 3:
+            await asyncio.sleep(0.1 * STEP_S)
+        assert executors.shape.dp_size != size
+        assert num_steps_until_first_token(await end_of(submit(engines, "late", 1))) < 2
 
 
 @on_virtual_clock

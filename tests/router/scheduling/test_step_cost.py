@@ -87,6 +87,15 @@ def test_a_group_that_becomes_twice_as_slow_is_believed_within_256_steps() -> No
     assert mean_error(cost, rng, factor=2.0) < 0.02
 
 
+@pytest.mark.parametrize("factor", [0.5, 1.7, 2.0])
+def test_the_first_steps_of_an_epoch_say_what_those_of_its_group_take(factor: float) -> None:
+    rng, cost = random.Random(5), StepCost()
+    learn(cost, rng, 600)
+    cost.begin_epoch()
+    learn(cost, rng, 8, factor)
+    assert mean_error(cost, rng, factor) < 0.1
+
+
 def test_a_step_that_stood_still_is_not_learnt_from_unless_all_do() -> None:
     rng, cost = random.Random(3), StepCost()
     learn(cost, rng, 400)
