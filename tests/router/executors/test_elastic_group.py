@@ -518,6 +518,26 @@ async def test_a_router_that_takes_a_group_gives_no_place_to_who_is_too_small_fo
         assert info.model.max_model_len == model.max_model_len > 16
 
 
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (2, 1)])
+async def test_a_router_that_takes_a_group_gives_it_the_size_that_it_was_told(
+    before: int, after: int
+) -> None:
+    async with ElasticPeers(Strength(before, 1), PATIENT) as world:
+        executors = [await world.start() for _ in range(3)]
+        assert (await world.group.form()).addresses == tuple(executors[:before])
+        strength = Strength(after, 1)
+        other = ExecutorGroup(world.addresses, PATIENT, strength=strength, router_id=b"other")
+        try:
+            with pytest.raises(GroupHeld):
+                await other.form()
+            for peer in world.peers.values():
+                peer.driver.has_stream = False
+            info = await other.form()
+        finally:
+            await other.close()
+        assert info.addresses == tuple(executors[:after])
+
+
 async def test_a_router_that_takes_a_group_goes_by_what_its_newest_epoch_was_told() -> None:
     """Executors of an epoch that did not form may have been told of longer sequences."""
     async with ElasticPeers(Strength(2, 1), PATIENT) as world:
