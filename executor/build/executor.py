@@ -6,7 +6,7 @@ settings, checkpoints ─▶ blueprint ─▶ model ─────┐
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import structlog
@@ -24,6 +24,7 @@ from executor.build.keeping import plan_keeping
 from executor.build.memory import held_lines, later_lines, new_kv_pool, num_kv_blocks
 from executor.build.plan import Blueprint
 from executor.build.runners import build_runners
+from executor.build.warm_up import warm_up
 from executor.config import ExecutorConfig
 from executor.graph.input_buffers import fresh_input_buffer_pool
 from executor.metrics import Measures
@@ -46,7 +47,7 @@ from executor.parallel.layout import Place, require_mlp_tp_gather
 from executor.parallel.process_groups import EpochGroups, join_group
 from executor.runners.forward_pass import ForwardPass
 from executor.runners.target import RunnerSelection
-from executor.worker import Worker
+from executor.worker import GroupMember, Worker
 from protos.executor.v1 import executor_pb2 as pb
 
 log = structlog.stdlib.get_logger(__name__)
@@ -108,9 +109,8 @@ def build_worker(
     later = _logged(later_lines(blueprint, device.torch_device, dispatcher, kernels))
     lines += later + _logged(device.attention_lines())
     kv_pool.allocate(num_kv_blocks(blueprint, kv_pool, dispatcher, later))
-    if config.is_alone:  # else at the first Join: captured passes make collective calls
-        with torch.inference_mode():
-            runner.capture()
+    members: list[GroupMember] = [*device.members, peers.communicator, peers.attn_tp, dispatcher]
+    _prepare(blueprint, forward_pass, runner, sampler, members)
     limits = _step_limits(blueprint, kv_pool, place, takes_grammars=tokenizer is not None)
     worker = Worker(
         limits=limits,
@@ -118,7 +118,7 @@ def build_worker(
         sampler=sampler,
         runner=runner,
         speculation=None if drafts is None else drafts.speculation,
-        members=[*device.members, peers.communicator, peers.attn_tp, dispatcher],
+        members=members,
         form_group=None if config.is_alone else _form_group(config, device.torch_device, place),
         experts=experts,
         device=device.torch_device,
@@ -265,6 +265,23 @@ def _runners(
             draft_runners=() if drafts is None else drafts.runners,
         )
     return runner, drafts
+
+
+def _prepare(
+    blueprint: Blueprint,
+    forward_pass: ForwardPass,
+    runner: RunnerSelection,
+    sampler: Sampler,
+    members: Sequence[GroupMember],
+) -> None:
+    """Does what takes no peers of all that would hold up the first steps."""
+    config = blueprint.config
+    if config.is_alone:  # else at the first Join: captured passes make collective calls
+        with torch.inference_mode():
+            runner.capture()
+    elif config.capacity.is_elastic and forward_pass.kv_pool.device.type == "cpu":
+        most, sizes = config.max_num_batched_tokens, blueprint.graph_sizes.decode
+        warm_up(forward_pass, runner, sampler, members, max_tokens=most, decode_sizes=sizes)
 
 
 def _sampler(
