@@ -2,10 +2,12 @@
 
     python -m tests.bench.router.bench_neighbours [--requests 600] [--rounds 5] [--pause 0.1] [--turns 10]
 
-The demo model, router and executors as processes. One caller sends all its requests at once, and another
-one a request after another, with a pause between them: its milliseconds to the first token while it has
+The demo model; router, executors and the flood's caller as processes of their own. The flood's requests
+come all at once, the other caller's one after another: its milliseconds to the first token while it has
 the router for itself, beside the flood, and at most as the flood's own caller; and the flood's tokens a
-second alone and beside the other caller, by turns. The last line has the medians of the rounds.
+second alone and beside the other caller, by turns. The last line has the medians of the rounds. The other
+caller's pauses are of random length: a flood's answers, which are alike, end in waves, and a caller with
+a beat of its own would come in every wave of one round and between those of the next.
 
 Then the flood never ends, its answers are of 16 to 48 tokens, so that they do not end together, and the
 other caller calls in every second turn of two seconds: the tokens that the router served the flood, and
@@ -17,7 +19,12 @@ import random
 import secrets
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,29 +36,58 @@ from tests.bench.support.quiet import quiet
 
 CALLERS = ("flood", "other")
 PROMPT_LEN, NUM_TOKENS = 32, 32
+FEW_TOKENS, MANY_TOKENS = 2, 8  # of the other caller: beside a flood that ends, and by turns
 NUM_IDLE = 30  # requests that find the router idle
 SENT_S = 0.3  # in which a flood's requests have been sent
-TURN_S = 2.0
+START_S, TURN_S = 2.0, 2.0
+SPAWN = get_context("spawn")  # gRPC runs in this process
 RNG = random.Random(0)
 
 Figures = npt.NDArray[np.float64]
 
 
-async def first_token(client: Client) -> float:
+async def first_token(client: Client, num_tokens: int = FEW_TOKENS) -> float:
     """Runs a request. Returns its milliseconds to the first token."""
     prompt = [RNG.randint(1, 30) for _ in range(PROMPT_LEN)]
-    answer = await client.complete(prompt, max_tokens=8, ignore_eos=True)
+    answer = await client.complete(prompt, max_tokens=num_tokens, ignore_eos=True)
     return 1e3 * answer.first_token_s
 
 
-async def flood(client: Client, count: int) -> float:
-    """Sends requests at once. Returns output tokens a second."""
-    begun = time.perf_counter()
-    async with client.many() as many:
-        prompts = [[RNG.randint(1, 30) for _ in range(PROMPT_LEN)] for _ in range(count)]
-        requests = [many.complete(p, max_tokens=NUM_TOKENS, ignore_eos=True) for p in prompts]
-        await asyncio.gather(*requests)
-    return count * NUM_TOKENS / (time.perf_counter() - begun)
+async def pause(mean_s: float) -> None:
+    await asyncio.sleep(RNG.uniform(0, 2 * mean_s))
+
+
+class Caller(NamedTuple):
+    """One that asks the router for answers."""
+
+    address: str
+    token: str
+
+    def flood(self, count: int) -> float:
+        """Sends requests at once, in a process of its own. Returns output tokens a second."""
+        return asyncio.run(self._flood(count))
+
+    async def _flood(self, count: int) -> float:
+        async with Client(self.address, token=self.token) as client, client.many() as many:
+            begun = time.perf_counter()
+            prompts = [[RNG.randint(1, 30) for _ in range(PROMPT_LEN)] for _ in range(count)]
+            requests = [many.complete(p, max_tokens=NUM_TOKENS, ignore_eos=True) for p in prompts]
+            await asyncio.gather(*requests)
+            return count * NUM_TOKENS / (time.perf_counter() - begun)
+
+    def keep_flooding(self, count: int, seconds: float) -> None:
+        """Has so many requests at the router for so long, in a process of its own."""
+        asyncio.run(self._keep_flooding(count, time.perf_counter() + seconds))
+
+    async def _keep_flooding(self, count: int, end: float) -> None:
+        async def go_on() -> None:
+            while time.perf_counter() < end:
+                prompt = [RNG.randint(1, 30) for _ in range(PROMPT_LEN)]
+                length = RNG.randint(NUM_TOKENS // 2, 3 * NUM_TOKENS // 2)
+                await many.complete(prompt, max_tokens=length, ignore_eos=True)
+
+        async with Client(self.address, token=self.token) as client, client.many() as many:
+            await asyncio.gather(*[go_on() for _ in range(count)])
 
 
 async def one_after_another(
@@ -61,21 +97,8 @@ async def one_after_another(
     await asyncio.sleep(SENT_S)
     while not until.done():
         waits.append(await first_token(client))
-        await asyncio.sleep(pause_s)
+        await pause(pause_s)
     return waits
-
-
-async def keep_flooding(client: Client, count: int, end: asyncio.Event) -> None:
-    """Has so many requests at the router until the end."""
-
-    async def go_on() -> None:
-        while not end.is_set():
-            prompt = [RNG.randint(1, 30) for _ in range(PROMPT_LEN)]
-            length = RNG.randint(NUM_TOKENS // 2, 3 * NUM_TOKENS // 2)
-            await many.complete(prompt, max_tokens=length, ignore_eos=True)
-
-    async with client.many() as many:
-        await asyncio.gather(*[go_on() for _ in range(count)])
 
 
 async def served(client: Client) -> Figures:
@@ -85,23 +108,22 @@ async def served(client: Client) -> Figures:
     return np.array([tokens["flood"], sum(tokens.values())], dtype=np.float64)
 
 
-async def by_turns(many: Client, one: Client, count: int, turns: int, pause_s: float) -> None:
+async def by_turns(
+    flooding: asyncio.Future[None], watch: Client, one: Client, turns: int, pause_s: float
+) -> None:
     """Prints what the flood, and all, are served beside the other caller over what they are without."""
-    end = asyncio.Event()
-    flooding = asyncio.ensure_future(keep_flooding(many, count, end))
-    await asyncio.sleep(TURN_S)
+    await asyncio.sleep(START_S)
     rates, waits = [], []
     for turn in range(2 * turns + 1):
-        begun, before = time.perf_counter(), await served(many)
+        begun, before = time.perf_counter(), await served(watch)
         over = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().call_later(TURN_S, over.set_result, 0.0)
         if turn % 2:
             while not over.done():
-                waits.append(await first_token(one))
-                await asyncio.sleep(pause_s)
+                waits.append(await first_token(one, MANY_TOKENS))
+                await pause(pause_s)
         await over
-        rates.append((await served(many) - before) / (time.perf_counter() - begun))
-    end.set()
+        rates.append((await served(watch) - before) / (time.perf_counter() - begun))
     await flooding
     alone = np.array(rates[::2])
     flood, both = np.median(2 * np.array(rates[1::2]) / (alone[:-1] + alone[1:]), axis=0).tolist()
@@ -113,32 +135,38 @@ async def by_turns(many: Client, one: Client, count: int, turns: int, pause_s: f
 
 
 async def beside_a_flood(count: int, rounds: int, pause_s: float, turns: int) -> None:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(1, SPAWN) as process:
+        run = partial(asyncio.get_running_loop().run_in_executor, process)
         tokens = {name: secrets.token_hex(16) for name in CALLERS}
         file = Path(folder) / "tokens"
         file.write_text("".join(f"{name} {token}\n" for name, token in tokens.items()))
         args = ("--auth-tokens", str(file), "--operators", "flood")
         async with (
             LocalStack(router_args=args, token=file) as stack,
-            Client(stack.address, token=tokens["flood"]) as many,
+            Client(stack.address, token=tokens["flood"]) as same,
             Client(stack.address, token=tokens["other"]) as one,
         ):
+            many = Caller(stack.address, tokens["flood"])
             for _ in range(2):
-                await flood(many, 200)  # in which step times are learnt
-            running = asyncio.ensure_future(flood(many, count))
-            as_one = max(await one_after_another(many, running, pause_s))
+                await run(many.flood, 200)  # in which step times are learnt
+            flood = partial(run, many.flood, count)
+            as_one = max(await one_after_another(same, flood(), pause_s))
             print(f"as one caller, at most {as_one:.0f} ms")
             print("idle p50   beside a flood p50   p99   times   flood alone, beside, ratio")
-            found = [await one_round(many, one, count, pause_s) for _ in range(rounds)]
+            found = [await one_round(flood, one, pause_s) for _ in range(rounds)]
             show(np.median(found, axis=0))
-            await by_turns(many, one, count, turns, pause_s)
+            seconds = START_S + (2 * turns + 1) * TURN_S
+            flooding = run(many.keep_flooding, count, seconds + START_S)
+            await by_turns(flooding, same, one, turns, pause_s)
 
 
-async def one_round(many: Client, one: Client, count: int, pause_s: float) -> Figures:
+async def one_round(
+    flood: Callable[[], asyncio.Future[float]], one: Client, pause_s: float
+) -> Figures:
     """Returns milliseconds idle, beside a flood p50 and p99, and the flood's tokens/s alone and beside."""
     idle = [await first_token(one) for _ in range(NUM_IDLE)]
-    alone = await flood(many, count)
-    running = asyncio.ensure_future(flood(many, count))
+    alone = await flood()
+    running = flood()
     beside = await one_after_another(one, running, pause_s)
     figures = np.array([np.median(idle), *np.percentile(beside, (50, 99)), alone, await running])
     show(figures)
