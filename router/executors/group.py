@@ -173,9 +173,9 @@ class ExecutorGroup:
             on_tick=self._judge,
             on_news=self._note_news,
         )
-        has_beats = settings.silent_after_ms > 0
+        self._has_beats = settings.silent_after_ms > 0
         self._connections = Connections(
-            opener or ChannelOpener(), self._attendance, has_beats=has_beats
+            opener or ChannelOpener(), self._attendance, has_beats=self._has_beats
         )
         self._is_news = asyncio.Event()
         self._clock = asyncio.get_running_loop().time
@@ -596,13 +596,14 @@ class ExecutorGroup:
         return sorted(members, key=lambda member: member.coordinates)
 
     async def _describe_who_answers(self, addresses: Iterable[str]) -> list[Member]:
-        """Returns the executors that answer. Nobody is waited for that does not beat."""
+        """Returns the executors that answer. Where there are beats, none is waited for without."""
 
         async def describe(address: str) -> Member | None:
             state = self._suspicion.state(address)
             if state is MemberState.SILENT:
                 return None
-            timeout_s = DESCRIBE_TIMEOUT_S if state is MemberState.ATTENTIVE else SILENT_TIMEOUT_S
+            is_there = state is MemberState.ATTENTIVE or not self._has_beats
+            timeout_s = DESCRIBE_TIMEOUT_S if is_there else SILENT_TIMEOUT_S
             try:
                 return await self._describe(address, timeout_s)
             except ExecutorLost:

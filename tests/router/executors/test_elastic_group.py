@@ -22,7 +22,7 @@ from router.errors import (
 )
 from router.executors.elastic import ElasticPolicy, Strength
 from router.executors.formation import Member
-from router.executors.group import ExecutorGroup, GroupSettings
+from router.executors.group import SILENT_TIMEOUT_S, ExecutorGroup, GroupSettings
 from router.executors.places import candidate_of
 from router.executors.spares import Spares
 from tests.router.support.peers import ElasticPeers, JoinFailed, Peer, error_of, nothing, run_step
@@ -101,6 +101,13 @@ async def test_a_model_without_experts_has_places_all_the_same() -> None:
         assert (await world.group.form()).addresses == (first, second)
         await world.stop(first)
         assert (await world.group.form()).addresses == (second, third)
+
+
+async def test_without_beats_executors_that_are_slow_to_answer_are_waited_for() -> None:
+    async with ElasticPeers(Strength(2, 1), PATIENT) as world:
+        slow, quick = [await world.start() for _ in range(2)]
+        world.at(slow).on_describe = lambda: asyncio.sleep(2 * SILENT_TIMEOUT_S)
+        assert (await world.group.form()).addresses == (slow, quick)
 
 
 async def test_a_spare_takes_the_place_of_a_lost_executor_and_who_stays_keeps_its_kv() -> None:
