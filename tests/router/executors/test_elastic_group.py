@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +21,10 @@ from router.errors import (
     GroupHeld,
     GroupMismatch,
 )
+from router.executors import group
 from router.executors.elastic import ElasticPolicy, Strength
 from router.executors.formation import Member
-from router.executors.group import SILENT_TIMEOUT_S, ExecutorGroup, GroupSettings
+from router.executors.group import ExecutorGroup, GroupSettings
 from router.executors.places import candidate_of
 from router.executors.spares import Spares
 from tests.router.support.peers import ElasticPeers, JoinFailed, Peer, error_of, nothing, run_step
@@ -73,6 +75,25 @@ def experts_of(peer: Peer) -> list[int]:
     return rows[placement.coordinates.ep_rank].tolist()
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Executors whose first beat has not come may take their time on a busy machine."""
+    monkeypatch.setattr(group, "SILENT_TIMEOUT_S", group.DESCRIBE_TIMEOUT_S)
+
+
+@asynccontextmanager
+async def standing_by(world: ElasticPeers, *, size: int = 2) -> AsyncIterator[ExecutorGroup]:
+    """Another router's side of the group, which has been refused it."""
+    at_once, strength = replace(PATIENT, first_form_wait_s=0), Strength(size, 1)
+    other = ExecutorGroup(world.addresses, at_once, strength=strength, router_id=b"other")
+    try:
+        with pytest.raises(GroupHeld):
+            await other.form()
+        yield other
+    finally:
+        await other.close()
+
+
 async def test_members_are_told_their_places_and_the_rest_are_left_alone() -> None:
     async with ElasticPeers(Strength(2, 1), PATIENT) as world:
         first, second, third = [await world.start() for _ in range(3)]
@@ -103,11 +124,11 @@ async def test_a_model_without_experts_has_places_all_the_same() -> None:
         assert (await world.group.form()).addresses == (second, third)
 
 
-async def test_without_beats_executors_that_are_slow_to_answer_are_waited_for() -> None:
+async def test_without_beats_executors_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "SILENT_TIMEOUT_S", 0.0)
     async with ElasticPeers(Strength(2, 1), PATIENT) as world:
-        slow, quick = [await world.start() for _ in range(2)]
-        world.at(slow).on_describe = lambda: asyncio.sleep(2 * SILENT_TIMEOUT_S)
-        assert (await world.group.form()).addresses == (slow, quick)
+        executors = [await world.start() for _ in range(2)]
+        assert (await world.group.form()).addresses == tuple(executors)
 
 
 async def test_a_spare_takes_the_place_of_a_lost_executor_and_who_stays_keeps_its_kv() -> None:
@@ -489,19 +510,13 @@ async def test_a_router_that_takes_a_group_takes_sequences_as_long_as_its_driver
         assert (await world.group.form()).model.max_model_len == 16
         if not is_told:  # by a driver of an older release
             world.at(large).joined_max_model_len = 0
-        at_once = replace(PATIENT, first_form_wait_s=0)
-        other = ExecutorGroup(world.addresses, at_once, strength=Strength(2, 1), router_id=b"other")
-        try:
-            with pytest.raises(GroupHeld):
-                await other.form()
+        async with standing_by(world) as other:
             assert other.held_model is not None
             assert other.held_model.max_model_len == (16 if is_told else 48)
             again = await world.start()
             world.at(again).describes = has_blocks(5)
             world.at(large).driver.has_stream = False
             info = await other.form()
-        finally:
-            await other.close()
         assert info.addresses == ((large, again) if is_told else (large,))
         assert info.model.max_model_len == (16 if is_told else 48)
 
@@ -511,16 +526,10 @@ async def test_a_router_that_takes_a_group_gives_no_place_to_who_is_too_small_fo
         member, lost, small = [await world.start() for _ in range(3)]
         world.at(small).describes = has_blocks(5)
         model = (await world.group.form()).model
-        at_once = replace(PATIENT, first_form_wait_s=0)
-        other = ExecutorGroup(world.addresses, at_once, strength=Strength(2, 1), router_id=b"other")
-        try:
-            with pytest.raises(GroupHeld):
-                await other.form()
+        async with standing_by(world) as other:
             await world.stop(lost)
             world.at(member).driver.has_stream = False
             info = await other.form()
-        finally:
-            await other.close()
         assert info.addresses == (member,)
         assert info.model.max_model_len == model.max_model_len > 16
 
@@ -532,16 +541,10 @@ async def test_a_router_that_takes_a_group_gives_it_the_size_that_it_was_told(
     async with ElasticPeers(Strength(before, 1), PATIENT) as world:
         executors = [await world.start() for _ in range(3)]
         assert (await world.group.form()).addresses == tuple(executors[:before])
-        strength = Strength(after, 1)
-        other = ExecutorGroup(world.addresses, PATIENT, strength=strength, router_id=b"other")
-        try:
-            with pytest.raises(GroupHeld):
-                await other.form()
+        async with standing_by(world, size=after) as other:
             for peer in world.peers.values():
                 peer.driver.has_stream = False
             info = await other.form()
-        finally:
-            await other.close()
         assert info.addresses == tuple(executors[:after])
 
 
@@ -553,14 +556,8 @@ async def test_a_router_that_takes_a_group_goes_by_what_its_newest_epoch_was_tol
         await world.group.form()
         world.at(spare).joined_max_model_len = 48
         world.at(spare).driver.CopyFrom(world.at(large).driver)
-        at_once = replace(PATIENT, first_form_wait_s=0)
-        other = ExecutorGroup(world.addresses, at_once, strength=Strength(2, 1), router_id=b"other")
-        try:
-            with pytest.raises(GroupHeld):
-                await other.form()
+        async with standing_by(world) as other:
             for peer in world.peers.values():
                 peer.driver.has_stream = False
             info = await other.form()
-        finally:
-            await other.close()
         assert (info.addresses, info.model.max_model_len) == ((small, large), 16)
