@@ -19,12 +19,14 @@ from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError
 from protos.transport.interceptors import Caller
 from router.api.messages import (
+    SHORT_OUTPUT_LEN,
     begin_response,
     name_request,
     read_request,
     tagged_error,
     take_response,
 )
+from router.api.prompts import SHORT_TEXT_LEN
 from router.api.text import Tokenizer
 from router.api.unknown_fields import refuse_unknown_fields
 from router.engine.engines import Engines
@@ -35,8 +37,8 @@ from router.requests.request import Listener, Request, Sequence
 # Waiting to be sent, because the client does not read; past these, nothing more of it is read.
 MAX_REFUSALS = 256
 MAX_ENDS = 256
-# Requests of a stream that other processes make a grammar or a prompt for at once; further ones wait in
-# line, up to so many bytes, each counted as the least at least. Reading goes on meanwhile.
+# Requests of a stream that other processes and threads make a grammar or a prompt for at once; further ones
+# wait in line, up to so many bytes, each counted as the least at least. Reading goes on meanwhile.
 MAX_PREPARING = 16
 MAX_UNPREPARED_BYTES, MIN_UNPREPARED_BYTES = 16 << 20, 4 << 10
 
@@ -147,13 +149,13 @@ class ManyCall:
         if tag in self._live or tag in self._preparing:
             problem = f"{tag} is that of a request that still runs on this stream; use another"
             raise self._counted(InvalidRequest("tag", problem))
-        if not _needs_process(message):
+        if not _takes_time(message):
             return await self._submit(tag, message)
         size = max(message.ByteSize(), MIN_UNPREPARED_BYTES)
         value, name = self._num_unprepared_bytes + size, name_request(message)
         if self._preparing and value > MAX_UNPREPARED_BYTES:
             problem = (
-                f"{len(self._preparing)} requests of this stream wait for their grammar or chat, and "
+                f"{len(self._preparing)} requests of this stream wait for their grammar or prompt, and "
                 f"with this one would exceed {MAX_UNPREPARED_BYTES} bytes: try again in a second"
             )
             limits = {"value": value, "limit": MAX_UNPREPARED_BYTES}
@@ -254,9 +256,12 @@ class ManyCall:
         return message
 
 
-def _needs_process(message: serving_pb2.GenerateRequest) -> bool:
-    """Whether another process may have to make its grammar or its prompt, which takes its time."""
-    return message.HasField("constraint") or message.HasField("chat")
+def _takes_time(message: serving_pb2.GenerateRequest) -> bool:
+    """Whether another process or thread may have to make its grammar, its prompt or its text so far."""
+    if message.HasField("constraint") or message.HasField("chat"):
+        return True
+    num_bytes = sum(len(each.token_ids) for each in message.resume.continuations)
+    return len(message.text) > SHORT_TEXT_LEN or num_bytes > 4 * SHORT_OUTPUT_LEN
 
 
 def _add_response(message: serving_pb2.GenerateManyResponse, sequence: Sequence) -> None:

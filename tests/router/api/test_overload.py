@@ -1,7 +1,9 @@
 """Overload: a busy router reads nothing that it refuses, and keeps nothing that nobody fetches."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -10,7 +12,7 @@ import pytest
 from protos.serving.v1 import serving_pb2 as pb
 from protos.transport.error_details import error_details
 from protos.transport.errors import MAX_MESSAGE_BYTES
-from router.api import constraints
+from router.api import constraints, messages
 from router.api.generate_many import (
     MAX_ENDS,
     MAX_PREPARING,
@@ -18,9 +20,11 @@ from router.api.generate_many import (
     MIN_UNPREPARED_BYTES,
     ManyCall,
 )
-from router.errors import QueueFull
+from router.api.prompts import SHORT_TEXT_LEN
+from router.api.text import Tokenizer
+from router.errors import InvalidRequest, QueueFull
 from tests.router.support.calls import connected, prompt
-from tests.router.support.fake_engines import FakeEngines, serve
+from tests.router.support.fake_engines import FakeEngines, byte_tokenizer, serve
 
 SERVICE = "/lockstep.serving.v1.GenerationService"
 FULL = QueueFull("too much waits", retry_delay_s=1.0)
@@ -128,6 +132,44 @@ async def test_a_stream_is_read_on_while_more_of_its_grammars_wait_than_are_buil
     call = ManyCall(engines, None, engines.listeners.open())  # type: ignore[arg-type]
     await asyncio.wait_for(call.run(actions(), write), 60)
     assert ends == dict.fromkeys(range(last), "") | {last: "CANCELLED", plain: ""}
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+async def test_a_stream_is_read_on_while_a_long_text_is_made(
+    is_resumed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    engines = FakeEngines()
+    engines.echoes = True
+    may_go_on = threading.Event()
+
+    def wait(*_: Any, **__: Any) -> None:
+        may_go_on.wait()
+        raise InvalidRequest("text", "too late")
+
+    monkeypatch.setattr(Tokenizer, "encode", wait)
+    monkeypatch.setattr(messages, "take_up", wait)
+    long = prompt(text="a" * (SHORT_TEXT_LEN + 1), stop=pb.StopConditions(max_tokens=1))
+    if is_resumed:
+        long = prompt()
+        long.resume.attempt = 1
+        long.resume.continuations.add(token_ids=b"\0" * 4 * (messages.SHORT_OUTPUT_LEN + 1))
+    ends: list[tuple[int, str]] = []
+
+    async def actions() -> AsyncIterator[pb.GenerateManyRequest]:
+        yield pb.GenerateManyRequest(tag=1, start=long)
+        yield pb.GenerateManyRequest(tag=2, start=prompt())
+        yield pb.GenerateManyRequest(tag=1, cancel=pb.CancelTag())
+
+    async def write(message: pb.GenerateManyResponse) -> None:
+        ends.extend((entry.tag, "") for entry in message.responses)
+        ends.extend((error.tag, error.reason) for error in message.errors)
+
+    call = ManyCall(engines, byte_tokenizer(tmp_path), engines.listeners.open())  # type: ignore[arg-type]
+    try:
+        await asyncio.wait_for(call.run(actions(), write), 60)
+    finally:
+        may_go_on.set()
+    assert sorted(ends) == [(1, "CANCELLED"), (2, "")]
 
 
 async def test_a_stream_keeps_no_more_than_its_share_of_what_waits_for_grammars(
