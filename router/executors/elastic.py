@@ -188,6 +188,8 @@ class ElasticPolicy:
         self._begun = now
         self.max_len = 0
         self._teams: tuple[Team, ...] = ()  # of the last epoch
+        self._held_time = float("-inf")  # when executors were last seen to be another router's
+        self._held_addresses: set[str] = set()  # theirs
         self._lost_names: set[tuple[str, str]] = set()  # of them, whose place is lost already
         self._history: dict[str, _History] = {}
         self._grown = float("-inf")
@@ -213,6 +215,7 @@ class ElasticPolicy:
         """
         self._note(now, candidates)
         answering, candidates = candidates, self._alike(candidates)
+        self._check_spares(now, candidates)
         staying, newcomers = self._teams_of(candidates)
         free = [team for team in newcomers if not self._is_held_off(team, now)]
         size, _ = self._sizes(candidates)
@@ -244,6 +247,26 @@ class ElasticPolicy:
             + self._short_of_kv(answering)
         )
 
+    def _check_spares(self, now: float, candidates: Sequence[Candidate]) -> None:
+        """Checks that these are not spares alone of a group that another router may drive still.
+
+        One that stands by, and loses the members from sight, would take its driver's spares from it.
+
+        Raises:
+            ExecutorLost: They are. Says for how long.
+        """
+        wait_s = self._held_time + self._settings.first_form_wait_s - now
+        if not candidates or wait_s <= 0:
+            return
+        known = [
+            each for each in candidates if each.num_placed or each.address in self._held_addresses
+        ]
+        if not known:
+            raise ExecutorLost(
+                f"only spares answer, {len(candidates)}, and no executor of the group that another router drove: "
+                f"one is waited for, for {wait_s:.0f} s"
+            )
+
     def _needed(self, now: float, candidates: Sequence[Candidate]) -> int:
         """Returns how many executors it takes to form the group now.
 
@@ -260,6 +283,13 @@ class ElasticPolicy:
             min(num_placed or self._strength.size, self._strength.size), self._strength.least
         )
 
+    def note_held(self, now: float, addresses: Iterable[str]) -> None:
+        """Notes that another router drives these executors."""
+        if now - self._held_time > self._settings.first_form_wait_s:
+            self._held_addresses.clear()
+        self._held_time = now
+        self._held_addresses.update(addresses)
+
     def note_formed(self, now: float, formation: Formation) -> None:
         """Notes that a group of `choose` has formed; its members hold what it says."""
         if formation.change is Change.GROW:
@@ -275,6 +305,7 @@ class ElasticPolicy:
         self.max_len = self.max_len or min(each.max_len for each in formation.members)
         self._lost_names.clear()
         self._num_failures, self._acquitted = 0, ("", [])
+        self._held_time = float("-inf")
 
     def note_not_formed(self, now: float, formation: Formation, failed: str = "") -> list[str]:
         """Notes that a group of `choose` did not form. Returns who is held off for it, the second time.

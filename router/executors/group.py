@@ -698,6 +698,8 @@ class ExecutorGroup:
         """
         held = [member for member in members if self._is_held(member)]
         if held:
+            if self._policy is not None:
+                self._policy.note_held(self._clock(), [member.address for member in held])
             self._note_model(held)
             raise held_by(held[0].description.driver.router_id.hex())
 

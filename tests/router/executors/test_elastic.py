@@ -82,6 +82,23 @@ def test_a_router_that_comes_to_a_group_waits_for_those_that_were_in_it_and_not_
     assert names(group.choose(2.0, both[:1])) == "a"
 
 
+def test_a_router_that_stands_by_makes_no_group_of_its_drivers_spares_but_after_a_while() -> None:
+    group, spare = policy(1, 1), executors("c")
+    group.note_held(100, ["a"])
+    with pytest.raises(ExecutorLost, match=r"only spares answer, 1, .* for 59 s"):
+        group.choose(101, spare)
+    with pytest.raises(ExecutorLost, match="0 of the group's executors answer"):
+        group.choose(101, [])
+    assert names(group.choose(101, executors("a", instance="again") + spare)) == "a"
+    assert names(group.choose(101, executors("d", num_placed=1) + spare)) == "d"
+    assert names(group.choose(160, spare)) == "c"
+    group.note_held(200, ["b"])
+    with pytest.raises(ExecutorLost, match="only spares answer"):
+        group.choose(201, executors("a"))
+    form(group, 202, executors("b"))
+    assert names(group.choose(203, spare)) == "c", "it drives, and has lost its own"
+
+
 def test_a_lost_executor_is_replaced_by_a_spare_and_the_others_keep_their_order() -> None:
     group = policy(3, 1)
     form(group, 0, executors("abcd"))
