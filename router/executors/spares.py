@@ -64,15 +64,16 @@ class Spares:
         self._on_grow = on_grow
         self._clock = asyncio.get_running_loop().time
         self._watching: asyncio.Task[None] | None = None
-        self._staging: dict[str, asyncio.Task[None]] = {}
-        self._loading = set[str]()  # addresses of those whose Stage has not ended
+        self._staging: dict[str, asyncio.Task[None]] = {}  # by address; done once Stage has ended
+        self._retry_times: dict[str, float] = {}  # by address of those that could not load
         self._is_news = asyncio.Event()
         self._states: dict[str, SpareState] = {}  # by address, of those that answered last
 
     @property
     def number(self) -> int:
-        """Of those that answered last and could be in the group."""
-        return sum(state is not SpareState.UNFIT for state in self._states.values())
+        """Of those that answered last and may be in the group now."""
+        useless = SpareState.UNFIT, SpareState.HELD_OFF
+        return sum(state not in useless for state in self._states.values())
 
     def status(self) -> list[SpareStatus]:
         """Returns what is known of each, as GetStatus sends it."""
@@ -103,7 +104,7 @@ class Spares:
                 task.cancel()
         self._watching = None
         self._staging.clear()
-        self._loading.clear()
+        self._retry_times.clear()
 
     async def _watch(self) -> None:
         while True:
@@ -125,15 +126,19 @@ class Spares:
         unfit = {each.address: SpareState.UNFIT for each in members if not is_elastic(each)}
         self._note_states({**unfit, **review.states})
         for spare, formation in review.stages:
-            task = self._staging.get(spare.address)
-            if task is None or task.done():
-                self._loading.add(spare.address)
-                self._staging[spare.address] = asyncio.create_task(
-                    self._load(spare, formation), name=f"stage {spare.address}"
+            address = spare.address
+            is_due = self._clock() >= self._retry_times.get(address, 0.0)
+            if is_due and not self._is_loading(address):
+                self._staging[address] = asyncio.create_task(
+                    self._load(spare, formation), name=f"stage {address}"
                 )
         joining = {each.address for each, plan in review.stages if plan.change is Change.GROW}
-        if review.grows and not joining & self._loading:  # or callers would wait for what is left
+        if review.grows and not any(map(self._is_loading, joining)):  # or callers would wait for it
             self._on_grow()
+
+    def _is_loading(self, address: str) -> bool:
+        task = self._staging.get(address)
+        return task is not None and not task.done()
 
     def _note_states(self, states: dict[str, SpareState]) -> None:
         for address, state in states.items():
@@ -142,15 +147,12 @@ class Spares:
         self._states = states
 
     async def _load(self, spare: Candidate, formation: Formation) -> None:
-        """Has a spare load its experts of a formation; waits for a while if it cannot.
+        """Has a spare load its experts of a formation; if it cannot, it is not asked for a while.
 
         One that makes no progress is held off: the group would wait for it for ever.
         """
         try:
-            try:
-                total = await self._stage_all(spare, formation)
-            finally:
-                self._loading.discard(spare.address)
+            total = await self._stage_all(spare, formation)
         except (grpc.aio.AioRpcError, TimeoutError) as error:
             reason, problem = "STALLED", "it has loaded nothing for too long"
             if isinstance(error, grpc.aio.AioRpcError):
@@ -159,7 +161,7 @@ class Spares:
             else:
                 self._policy.note_failed(self._clock(), spare.address)
             log.warning("spare_not_staged", executor=spare.address, reason=reason, problem=problem)
-            await asyncio.sleep(STAGE_RETRY_S)
+            self._retry_times[spare.address] = self._clock() + STAGE_RETRY_S
         else:
             log.info("spare_staged", executor=spare.address, bytes=total)
             self.note_news()
