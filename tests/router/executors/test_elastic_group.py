@@ -94,6 +94,17 @@ async def standing_by(world: ElasticPeers, *, size: int = 2) -> AsyncIterator[Ex
         await other.close()
 
 
+async def shrink(world: ElasticPeers) -> str:
+    """Forms a group of two, one of which stays away then. Returns where the other is, which goes on."""
+    stays, leaves = [await world.start() for _ in range(2)]
+    await world.group.form()
+    await world.stop(leaves)
+    with pytest.raises(ExecutorLost):
+        await world.group.lost()
+    assert (await world.group.form()).addresses == (stays,)
+    return stays
+
+
 async def test_members_are_told_their_places_and_the_rest_are_left_alone() -> None:
     async with ElasticPeers(Strength(2, 1), PATIENT) as world:
         first, second, third = [await world.start() for _ in range(3)]
@@ -186,14 +197,8 @@ async def test_without_a_spare_the_others_go_on_down_to_the_least() -> None:
 
 async def test_a_group_grows_at_a_border_by_who_has_been_there_and_has_loaded_its_experts() -> None:
     async with ElasticPeers(Strength(2, 1), EAGER) as world:
-        first, second = [await world.start() for _ in range(2)]
-        await world.group.form()
-        await world.stop(second)
-        with pytest.raises(ExecutorLost):
-            await world.group.lost()
-        await world.group.form()
+        first = await shrink(world)
         assert not world.group.wants_border
-
         third = await world.start()
         with pytest.raises(GroupGrows):
             await world.group.lost()
@@ -210,13 +215,7 @@ async def test_a_group_does_not_grow_by_who_is_loading_and_does_by_who_cannot_ah
     fails: bool,
 ) -> None:
     async with ElasticPeers(Strength(2, 1), EAGER) as world:
-        first, second = [await world.start() for _ in range(2)]
-        await world.group.form()
-        await world.stop(second)
-        with pytest.raises(ExecutorLost):
-            await world.group.lost()
-        await world.group.form()
-
+        first = await shrink(world)
         third, may_load, num_looks = await world.start(), asyncio.Event(), 0
 
         async def load() -> None:
@@ -285,6 +284,7 @@ async def test_a_group_waits_for_a_spare_that_loads_slowly_and_not_for_one_that_
     spares.stop()
     assert (policy.held_off_until(slow, loop.time()) > 0) == stalls
     assert (peers[slow].resident[0] == -1) == stalls, "it had to load all before"
+    assert spares.number == (1 if stalls else 2), "one that is held off takes no place"
     assert peers["c"].resident[0] != -1
 
 
@@ -305,12 +305,7 @@ async def test_an_executor_that_was_told_to_stop_is_taken_back_without_being_hel
 async def test_an_executor_that_another_router_drives_is_no_spare() -> None:
     """Else the group would end its epoch to grow by it, and not get it."""
     async with ElasticPeers(Strength(2, 1), EAGER) as world:
-        member, lost = [await world.start() for _ in range(2)]
-        await world.group.form()
-        await world.stop(lost)
-        with pytest.raises(ExecutorLost):
-            await world.group.lost()
-        await world.group.form()
+        member = await shrink(world)
         taken, spare = [await world.start() for _ in range(2)]
         world.at(taken).driver = executor_pb.Driver(router_id=b"another", has_stream=True)
         with pytest.raises(GroupGrows):
