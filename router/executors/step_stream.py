@@ -6,7 +6,8 @@ A stream is held open for an epoch, written ahead, and always being read.
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import grpc
@@ -77,7 +78,7 @@ class StepStream:
         self._on_late_answer = on_late_answer
         self.answer_time = -math.inf
         self._on_end = on_end
-        self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()  # None after the last
+        self._requests: asyncio.Queue[bytes] = asyncio.Queue()
         self._responses: deque[pb.StepResponse] = deque()
         self._num_due = 0  # answers to what was sent that have not come
         self._clock = asyncio.get_running_loop().time
@@ -88,7 +89,9 @@ class StepStream:
         method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
             STEP, request_serializer=None, response_deserializer=None
         )
-        self._call = method(self._outgoing())
+        # Written by a task of its own: gRPC's formats a traceback, unasked, of each call that is cancelled.
+        self._call = method()
+        self._writing = asyncio.create_task(self._write(), name=f"write {name}")
         self._reading = asyncio.create_task(self._read(), name=f"read {name}")
 
     def send(self, request: bytes) -> None:
@@ -122,13 +125,15 @@ class StepStream:
 
     def close(self) -> None:
         """Ends the stream; a step that runs is not waited for."""
+        self._writing.cancel()
         self._reading.cancel()
-        self._requests.put_nowait(None)  # or gRPC's task would wait for one for ever
         self._call.cancel()
 
-    async def _outgoing(self) -> AsyncIterator[bytes]:
-        while (request := await self._requests.get()) is not None:
-            yield request
+    async def _write(self) -> None:
+        """Writes what is sent until the call ends. `_read` says why."""
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                await self._call.write(await self._requests.get())
 
     async def _read(self) -> None:
         try:
