@@ -38,30 +38,31 @@ class Ends(NamedTuple):
     peer: str
 
 
-class _Address(NamedTuple):
-    """A socket's own port, if it has one, and what it is there."""
+class _Connection(NamedTuple):
+    """A descriptor under which a connection was found, its own port, and its ends."""
 
-    port: int | None = None
-    listens: bool = False
-    is_connected: bool = False
+    number: int
+    port: int
+    ends: Ends
 
 
 class Connections:
     """Sockets of this process, by their inodes."""
 
     def __init__(self) -> None:
-        self._by_inode: dict[int, int] = {}
+        self._by_inode: dict[int, _Connection] = {}
         self._listening: dict[int, int] = {}
+        self._before: _Before | None = None  # the listening ones were collected
         self._ending = threading.Lock()
 
     @contextmanager
     def collect_listening(self) -> Iterator[None]:
         """Collects the sockets that begin to listen meanwhile."""
         with LISTENING:
-            before = _open_sockets()
+            self._before = before = _Before.now()
             yield
             for inode, number in _open_sockets().items():
-                if inode not in before and _address(number).listens:
+                if inode not in before.sockets and _port_listened_on(number) is not None:
                     self._listening[inode] = number
 
     def take_no_more(self) -> None:
@@ -80,30 +81,25 @@ class Connections:
     def collect(self) -> Iterator[None]:
         """Collects the connections that open meanwhile, except what others open to this process.
 
-        A connection to a port on which something else listens is not the library's. Sockets that
-        listen stay open: a library need not expect them to end.
+        And those that have opened since the listening ones were collected. A connection to a port on
+        which something else listens is not the library's. Sockets that listen stay open: a library
+        need not expect them to end.
         """
-        with LISTENING:  # hence no socket is there that will listen
-            before = _open_sockets()
-            others = _ports_listened_on(before)
+        if (before := self._before) is None:
+            with LISTENING:  # hence no socket is there that will listen
+                before = _Before.now()
         yield
-        new = {
-            inode: (number, _address(number))
-            for inode, number in _open_sockets().items()
-            if inode not in before and inode not in self._listening
-        }
-        others |= {address.port for _, address in new.values() if address.listens}
-        for inode, (number, address) in new.items():
-            if address.is_connected and address.port not in others:
-                self._by_inode[inode] = number
+        new = _open_sockets()
+        for inode in before.sockets.keys() | self._listening.keys():
+            new.pop(inode, None)
+        others = before.ports.union(map(_port_listened_on, new.values()))
+        for inode, number in new.items():
+            if (found := _connection(number)) is not None and found.port not in others:
+                self._by_inode[inode] = found
 
     def ends(self) -> set[Ends]:
-        """Returns both ends of each collected connection that is still connected."""
-        found = set()
-        for _, connection in still_open(self._by_inode):
-            with suppress(OSError):
-                found.add(_ends(connection))
-        return found
+        """Returns both ends of each collected connection."""
+        return {connection.ends for connection in self._by_inode.values()}
 
     def keep_members(self, held: Set[Ends]) -> None:
         """Forgets the connections whose other end no member holds, and ends strangers' calls.
@@ -113,15 +109,13 @@ class Connections:
         Args:
             held: By the members: ends of their connections.
         """
-        own = _ports_listened_on(self._listening)
+        own = {_port_listened_on(number) for number in self._listening.values()}
         with self._ending:
-            for inode, connection in still_open(dict(self._by_inode)):
-                with suppress(OSError):
-                    ends = _ends(connection)
-                    if Ends(ends.peer, ends.own) not in held:
-                        del self._by_inode[inode]
-                        if connection.getsockname()[1] in own:
-                            connection.shutdown(socket.SHUT_RDWR)
+            for inode, (number, port, ends) in list(self._by_inode.items()):
+                if Ends(ends.peer, ends.own) not in held:
+                    del self._by_inode[inode]
+                    if port in own:
+                        _shut_down({inode: number})
 
     def shut_down(self) -> None:
         """Ends the collected connections that are still open. Their owner closes them.
@@ -129,10 +123,21 @@ class Connections:
         Any thread may call it. It returns when all have ended, whichever thread ends them.
         """
         with self._ending:
-            for _, connection in still_open(self._by_inode):
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+            _shut_down({inode: found.number for inode, found in self._by_inode.items()})
             self._by_inode.clear()
+
+
+class _Before(NamedTuple):
+    """What sockets there were, and the ports on which some of them listened."""
+
+    sockets: dict[int, int]
+    ports: set[int | None]
+
+    @classmethod
+    def now(cls) -> "_Before":
+        """Returns those that there are."""
+        sockets = _open_sockets()
+        return cls(sockets, set(map(_port_listened_on, sockets.values())))
 
 
 def still_open(sockets: Mapping[int, int]) -> Iterator[tuple[int, socket.socket]]:
@@ -151,13 +156,10 @@ def still_open(sockets: Mapping[int, int]) -> Iterator[tuple[int, socket.socket]
                 yield inode, found
 
 
-def _ends(connection: socket.socket) -> Ends:
-    return Ends(_told(connection.getsockname()), _told(connection.getpeername()))
-
-
-def _ports_listened_on(sockets: Mapping[int, int]) -> set[int | None]:
-    addresses = map(_address, sockets.values())
-    return {address.port for address in addresses if address.listens}
+def _shut_down(sockets: Mapping[int, int]) -> None:
+    for _, connection in still_open(sockets):
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _told(address: tuple[str, int]) -> str:
@@ -183,17 +185,26 @@ def _inode(number: int) -> int | None:
     return status.st_ino if stat.S_ISSOCK(status.st_mode) else None
 
 
-def _address(number: int) -> _Address:
-    with suppress(OSError), _duplicate(number) as found:
-        name = found.getsockname()
-        if isinstance(name, tuple):  # of the internet's families
+def _port_listened_on(number: int) -> int | None:
+    """Returns the port of the internet's on which a socket listens; None if it does not."""
+    with suppress(OSError):  # of one that was closed meanwhile
+        found = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, number)  # or of another family
+        try:
             if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                return _Address(name[1], listens=True)
-            with suppress(OSError):
-                found.getpeername()
-                return _Address(name[1], is_connected=True)
-            return _Address(name[1])
-    return _Address()
+                name = found.getsockname()
+                return name[1] if isinstance(name, tuple) else None
+        finally:
+            found.detach()
+    return None
+
+
+def _connection(number: int) -> _Connection | None:
+    """Returns a connection of the internet's; None of what is none."""
+    with suppress(OSError), _duplicate(number) as found:
+        own = found.getsockname()
+        if isinstance(own, tuple):
+            return _Connection(number, own[1], Ends(_told(own), _told(found.getpeername())))
+    return None
 
 
 def _borrowed(number: int, inode: int) -> socket.socket | None:

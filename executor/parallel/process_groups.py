@@ -402,12 +402,12 @@ def _connect(
     options._timeout = min(timeout, CONNECT_TIMEOUT)
     options._threads = 1  # as collectives run one at a time: each is one more to start and to end
     connections = Connections()
-    with connections.collect():  # the device too: it listens, and who calls it is a peer
-        with connections.collect_listening():
-            if bind_host is None:
-                options._devices = [gloo.create_default_device()]
-            else:
-                options._devices = [gloo.create_device(hostname=bind_host)]
+    with connections.collect_listening():
+        if bind_host is None:
+            options._devices = [gloo.create_default_device()]
+        else:
+            options._devices = [gloo.create_device(hostname=bind_host)]
+    with connections.collect():  # also who has called the device by now: it is a peer
         backend = gloo(store, place.rank, place.world_size, options)
     return GlooGroup(place.rank, place.world_size, backend, connections)
 

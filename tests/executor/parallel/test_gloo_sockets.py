@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from executor.parallel.gloo_sockets import Connections, _address
+from executor.parallel.gloo_sockets import Connections, _connection
 from executor.parallel.layout import Topology
 from executor.parallel.process_groups import FORM_ATTEMPTS
 from executor.parallel.rendezvous import MemberStore
@@ -84,7 +84,8 @@ def test_who_calls_a_server_that_was_there_before_is_not_cut_off(
     connections = Connections()
     with connections.collect():
         _, accepted = pair(listener)
-    assert accepted.fileno() not in connections._by_inode.values()
+    found = {connection.number for connection in connections._by_inode.values()}
+    assert accepted.fileno() not in found
 
 
 def test_a_descriptor_that_is_another_socket_by_now_is_left_alone(
@@ -125,7 +126,7 @@ def test_connections_end_though_another_thread_borrows_them_for_a_moment(pair: P
 def test_a_descriptor_that_is_a_file_by_now_is_not_kept_open(tmp_path: Path):
     path = tmp_path / "file"
     with path.open("w") as file:
-        assert _address(file.fileno()) == (None, False, False)
+        assert _connection(file.fileno()) is None
         entries = [entry for entry in Path("/proc/self/fd").iterdir() if entry.exists()]
         assert [os.path.realpath(entry) for entry in entries].count(str(path)) == 1
 
@@ -193,9 +194,11 @@ def test_a_socket_that_takes_no_more_keeps_what_it_has_accepted_and_answers_no_c
 
 def test_connections_whose_other_end_no_member_holds_end_and_others_go_on(pair: Pair):
     connections = Connections()
-    with connections.collect(), connections.collect_listening():
+    with connections.collect_listening():
         own = socket.create_server((HOST, 0))
-        member, stranger = pair(own), pair(own)
+        stranger = pair(own)
+    with connections.collect():
+        member = pair(own)
     with own:
         held = connections.ends()
         assert len(held) == 4, "both ends of each are in this process"

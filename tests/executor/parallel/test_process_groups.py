@@ -323,7 +323,8 @@ def test_a_thread_that_has_received_half_a_message_is_freed_when_its_group_is_cl
 
 def set_pace(group: GlooGroup, bytes_per_s: float) -> None:
     """Has the kernel send so much at most through each of a group's connections."""
-    for _, connection in still_open(group.connections._by_inode):
+    found = {inode: found.number for inode, found in group.connections._by_inode.items()}
+    for _, connection in still_open(found):
         connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, int(bytes_per_s))
 
 
