@@ -23,7 +23,11 @@ from executor.errors import InvalidEpoch, InvalidRendezvous, JoinFailed, StaleEp
 from protos.executor.epochs import MAX_EPOCH_LEAP
 
 MAX_PORT = (1 << 16) - 1
+MAX_THREADS = 1 << 16  # of those that may be left behind, waiting: as many as it takes
 MIN_SECRET_BYTES = 16
+
+# Each forming has one to itself: a new one only if those before are still at theirs.
+_FORMING = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="form")
 
 
 class Epochs:
@@ -140,9 +144,7 @@ class JoinAttempt:
         if not host or not is_port:
             raise JoinFailed(f"store_address={store_address!r}: need host:port, as Prepare gave it")
         self.check()
-        thread = ThreadPoolExecutor(1, thread_name_prefix=f"form-{self._epoch}")
-        forming = thread.submit(form_group, self._epoch, host, int(port), self._secret)
-        thread.shutdown(wait=False)
+        forming = _FORMING.submit(form_group, self._epoch, host, int(port), self._secret)
         ends: list[Future[Any]] = [forming, self._called_off]
         wait(ends, return_when=FIRST_COMPLETED)
         try:

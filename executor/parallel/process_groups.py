@@ -18,6 +18,7 @@ import json
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +28,7 @@ import torch
 from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
 
 from executor.errors import PeerLost
+from executor.parallel.epochs import MAX_THREADS
 from executor.parallel.gloo_sockets import Connections, Ends
 from executor.parallel.layout import Topology
 from executor.parallel.rendezvous import MemberStore, RoundStore, StoreLost
@@ -40,6 +42,10 @@ FORM_TIMEOUT_S = 15.0
 FORM_ATTEMPTS = 5  # of a group over gloo, into whose connections strangers may have got
 CONNECT_TIMEOUT = timedelta(seconds=3)  # of one of them, once all members are there
 PROOF_BYTES = 32
+
+# Ends groups over gloo. The process waits for its threads when it exits: one that comes out of PyTorch
+# while the interpreter ends takes the process down with SIGABRT.
+_ENDING = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="end")
 
 WAIT_SLICE = timedelta(milliseconds=20)  # in which a thread looks whether its group was closed
 WAITING_SLICES = 5  # after which it says that it waits
@@ -166,7 +172,8 @@ class GlooGroup(RankGroup):
         held = _take(self._backend)  # first: what has begun by now is pending, and no more begins
         if self._num_pending:
             self.connections.shut_down()
-        _end(held, exit_waits=True)
+        if held:
+            _ENDING.submit(_abort, held)
 
     def _run(self, method: str, *arguments: Any, options: Any) -> None:
         self._num_pending += 1  # first: close() may come, in another thread, while it begins
@@ -238,9 +245,8 @@ class NcclGroup(RankGroup):
 
         Source: NCCL, init.cc, commDestroySync, which waits for persistentRefs.
         """
-        _end(
-            _take(self._backend), exit_waits=False, store=self._store
-        )  # it may wait for graphs that live until then
+        if held := _take(self._backend):  # it may wait for graphs that live until the process exits
+            threading.Thread(target=_abort, args=(held, self._store), daemon=True).start()
 
     def _run(self, method: str, *arguments: Any, options: Any) -> None:
         # Spares the detour over NCCL's own stream, which is for collectives that are not awaited.
@@ -474,21 +480,14 @@ def _take(backend: list[Any]) -> list[Any]:
     return []
 
 
-def _end(held: list[Any], *, exit_waits: bool, store: object = None) -> None:
-    """Aborts and destroys what a group held, if it still held it. Does not wait for either.
+def _abort(held: list[Any], store: object = None) -> None:
+    """Aborts and destroys what a group held.
 
     Args:
-        held: From ``_take``. Nobody else may keep it.
-        exit_waits: Whether the process may not exit before. A thread that comes out of PyTorch
-            while the interpreter ends takes the process down with SIGABRT.
+        held: From ``_take``, and not empty. Nobody else may keep it.
         store: Kept until then.
     """
-
-    def end(store: object) -> None:
-        held.pop().abort()
-
-    if held:
-        threading.Thread(target=end, args=(store,), daemon=not exit_waits).start()
+    held.pop().abort()
 
 
 def _distinct(*groups: RankGroup | None) -> list[RankGroup]:
