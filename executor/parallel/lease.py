@@ -33,13 +33,14 @@ class Lease:
     Args:
         clock: Seconds, from anywhere on.
         on_change: Called when there is another driver, when it may be gone, and when a router begins or
-            ceases to stand by.
+            ceases to stand by; with the id of the router that knows, as it was that one's Step stream, or
+            None.
     """
 
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
-        on_change: Callable[[], None] = lambda: None,
+        on_change: Callable[[bytes | None], None] = lambda _: None,
     ) -> None:
         self._clock = clock
         self._on_change = on_change
@@ -90,14 +91,14 @@ class Lease:
         self._sign_time = self._clock()
         if is_new:
             self._is_taken, self._has_steps = not self._driving[router_id], False
-            self._on_change()
+            self._on_change(None)
 
     def note_steps(self, *, is_open: bool) -> None:
         """Notes that the driver's Step stream was opened or has ended."""
         self._has_steps = is_open
         self.note_step()
         if not is_open:
-            self._on_change()
+            self._on_change(self._router_id)
 
     def note_step(self) -> None:
         """Notes a step of the driver."""
@@ -107,7 +108,7 @@ class Lease:
     def attend(self, router_id: bytes) -> None:
         """Notes that a router attends this executor."""
         self._attending[router_id] += 1
-        self._on_change()
+        self._on_change(None)
 
     def note_beat(self, router_id: bytes, *, is_driver: bool, was_driver: bool) -> None:
         """Notes a beat.
@@ -122,7 +123,7 @@ class Lease:
             self._sign_time = self._clock()
             self._is_taken &= not is_driver
         if is_driver != was_driver:
-            self._on_change()
+            self._on_change(None)
 
     def leave(self, router_id: bytes, *, was_driver: bool) -> None:
         """Notes that a router's call has ended."""
@@ -130,4 +131,4 @@ class Lease:
         self._attending[router_id] -= 1
         if not self._attending[router_id]:
             del self._attending[router_id], self._driving[router_id]
-        self._on_change()
+        self._on_change(None)

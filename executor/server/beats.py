@@ -80,10 +80,11 @@ class Beats:
         is_told = router.epoch == self._answered_epoch
         return self._answer_time + BEAT_S if is_told else 0.0
 
-    def beat_now(self) -> None:
-        """Has the next beat go out at once, on all calls."""
+    def beat_now(self, but_to: bytes | None = None) -> None:
+        """Has the next beat go out at once, on all calls but those of one router."""
         for router in self._routers:
-            router.wake_up()
+            if but_to is None or router.id != but_to:
+                router.wake_up()
 
     def end(self) -> None:
         """Ends all calls."""

@@ -204,7 +204,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self._staging: Staging | None = None
         self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage")
         self._begun_step_id = 0
-        self._lease = Lease(on_change=self._on_driver)
+        # At once, so that a router that stands by takes over then.
+        self._lease = Lease(on_change=lambda knows: self._beats.beat_now(but_to=knows))
         self._beats = Beats(self._beat, self._lease, self._measures.beat_late_s)
 
         # Set where no step runs, as a join has just ended; but an epoch ends at once, also while
@@ -702,9 +703,6 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             quiet_ms=QUIET_MS if self._joining is not None else 0,
             num_standbys=self._lease.num_standbys,
         )
-
-    def _on_driver(self) -> None:
-        self._beats.beat_now()  # so that a router that stands by takes over at once
 
     def _publish_readiness(self) -> None:
         is_spare = self._worker is not None and self._worker.experts is not None

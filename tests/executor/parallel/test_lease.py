@@ -17,8 +17,9 @@ class World:
         self.num_changes = 0
         self.lease = Lease(lambda: self.now, self._on_change)
 
-    def _on_change(self) -> None:
+    def _on_change(self, knows: bytes | None) -> None:
         self.num_changes += 1
+        self.knows = knows
 
     def may_take(self, router_id: bytes) -> bool:
         try:
@@ -93,10 +94,12 @@ def test_beats_of_others_are_no_sign_of_its_life(driven: World):
 
 def test_a_driver_that_dies_is_free_at_once_and_told(driven: World):
     driven.lease.note_steps(is_open=False)
+    assert driven.knows == A, "its stream it was"
     assert not driven.may_take(B)  # it forms again, and goes on to say that it drives
     driven.lease.leave(A, was_driver=True)
     assert driven.may_take(B)
     assert driven.num_changes == 2
+    assert driven.knows is None
 
 
 def test_a_driver_that_says_so_has_left_and_stands_by(driven: World):

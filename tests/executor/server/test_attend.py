@@ -135,6 +135,28 @@ async def test_news_that_come_as_a_beat_falls_due_are_told_although_answers_stan
     await call
 
 
+@on_virtual_clock
+async def test_news_that_one_router_knows_are_told_to_the_others_alone() -> None:
+    beats = Beats(pb.AttendResponse, Lease(), Measures().beat_late_s)
+    driver, standby = Context(), Context()
+
+    async def requests(router_id: bytes) -> AsyncIterator[pb.AttendRequest]:
+        yield pb.AttendRequest(router_id=router_id)
+        await asyncio.Event().wait()
+
+    attending = [
+        asyncio.create_task(beats.attend(requests(router_id), context))  # type: ignore[arg-type]
+        for router_id, context in ((b"driver", driver), (b"standby", standby))
+    ]
+    await asyncio.sleep(BEAT_S / 2)
+    beats.beat_now(but_to=b"driver")
+    await asyncio.sleep(BEAT_S / 4)
+    assert driver.times == [0.0]
+    assert standby.times == pytest.approx([0.0, BEAT_S / 2])
+    beats.end()
+    await asyncio.gather(*attending)
+
+
 async def test_each_beat_counts_how_late_it_was():
     measures = Measures()
     async with serving(lambda: (FakeWorker(), pb.DescribeResponse()), measures=measures) as (

@@ -52,7 +52,7 @@ class Group:
         self.num_drivers = 0
         self.news: list[Callable[[], None]] = []
 
-    def _tell(self) -> None:
+    def _tell(self, _: bytes | None) -> None:
         for tell in self.news:
             tell()
 
