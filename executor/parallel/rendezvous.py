@@ -207,14 +207,14 @@ class MemberStore(Store):
     thread may ask for those that are there: NCCL's looks every second whether a peer has failed. Who
     gives it to PyTorch keeps it, since C++ refers to half of it.
 
+    It calls the store when it is made, and waits to be let in when it is first used: what its owner has
+    to do meanwhile takes no longer.
+
     Args:
         host: Where the store listens.
         port: Its port.
         secret: The epoch's.
-        timeout_s: How long to wait for the store, and for each entry.
-
-    Raises:
-        StoreLost: The store is not there, or does not let it in.
+        timeout_s: How long to wait for the store, from now on, and for each entry.
     """
 
     def __init__(self, host: str, port: int, secret: bytes, timeout_s: float) -> None:
@@ -224,9 +224,12 @@ class MemberStore(Store):
         self._timeout_s = timeout_s
         self._entries: dict[str, bytes] = {}
         self._received = bytearray()
-        self._connection: socket.socket | None = None
-        with self._failing_as_one():
-            self._connection = self._enter()
+        self._begun = time.monotonic()
+        self._called: socket.socket | None = None  # and it has not answered yet
+        self._connection: socket.socket | None = None  # once it has
+        self._has_left = False
+        with suppress(OSError):  # of one that is not there yet, or cannot be
+            self._called = self._call()
 
     def set(self, key: str, value: bytes | str, num_in_round: int = 1) -> None:
         """Writes an entry for all members.
@@ -238,12 +241,13 @@ class MemberStore(Store):
                 together, when all of them are there.
         """
         value = value.encode() if isinstance(value, str) else value
-        if self._connection is None:
+        if self._has_left:
             self._entries[key] = value
             return
         with self._failing_as_one():
-            self._connection.settimeout(self._timeout_s)
-            self._connection.sendall(_seal(self._secret, key, value, num_in_round))
+            connection = self._enter()
+            connection.settimeout(self._timeout_s)
+            connection.sendall(_seal(self._secret, key, value, num_in_round))
 
     def get(self, key: str) -> bytes:
         """Returns a member's entry once it is there.
@@ -264,7 +268,7 @@ class MemberStore(Store):
         deadline = time.monotonic() + self._timeout_s
         while missing := [key for key in keys if key not in self._entries]:
             with self._failing_as_one(f" for {missing[0]}"):
-                self._take_entry(self._connection, deadline)
+                self._take_entry(self._enter(), deadline)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Returns whether all entries are there already."""
@@ -276,40 +280,51 @@ class MemberStore(Store):
 
     def close(self) -> None:
         """Leaves the store; entries that were read stay."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
+        self._has_left = True
+        for connection in (self._connection, self._called):
+            if connection is not None:
+                connection.close()
+
+    def _call(self) -> socket.socket:
+        """Connects and greets the store, which answers if it lets this member in."""
+        called = socket.create_connection(self._address, CONNECT_TIMEOUT_S)
+        try:
+            called.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            called.sendall(_seal(self._secret, _GREETING, b"", 1))
+        except OSError:
+            called.close()
+            raise
+        return called
 
     def _enter(self) -> socket.socket:
-        """Connects, and returns when the store has answered: it has let this member in."""
-        begun = time.monotonic()
-        deadline = begun + self._timeout_s
-        cut_off: Exception | None = None
-        while True:
+        """Returns the connection when the store has answered on it: it has let this member in."""
+        if self._has_left:
+            raise ConnectionAbortedError("this member has left it")
+        deadline, problem = self._begun + self._timeout_s, ""
+        while self._connection is None:
             self._received.clear()
-            connection: socket.socket | None = None
+            called, self._called = self._called, None
             try:
-                connection = socket.create_connection(self._address, CONNECT_TIMEOUT_S)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connection.sendall(_seal(self._secret, _GREETING, b"", 1))
-                self._take_entry(connection, deadline)
-                return connection
+                called = called or self._call()
+                self._take_entry(called, deadline)
+                self._connection = called
             except (OSError, ValueError) as error:
-                if connection is not None:
-                    connection.close()
+                if called is not None:
+                    called.close()
                 is_early = isinstance(error, ConnectionRefusedError)
-                is_early &= time.monotonic() < begun + NOT_OPEN_S
+                is_early &= time.monotonic() < self._begun + NOT_OPEN_S
                 if not (is_early or isinstance(error, CUT_OFF)):
                     raise
-                if cut_off is None or not isinstance(error, TimeoutError):
-                    cut_off = error  # it says more than that the time was over
+                # Not the error, which refers to this frame and by its callers' to the group: both
+                # would live on until they are collected.
+                if not (problem and isinstance(error, TimeoutError)):
+                    problem = str(error)  # it says more than that the time was over
                 if time.monotonic() > deadline:
-                    raise cut_off from None
-            time.sleep(RETRY_DELAY_S)  # it was not there yet, or strangers were in the way
+                    raise ConnectionAbortedError(problem) from None
+                time.sleep(RETRY_DELAY_S)  # it was not there yet, or strangers were in the way
+        return self._connection
 
-    def _take_entry(self, connection: socket.socket | None, deadline: float) -> None:
-        if connection is None:
-            raise ConnectionAbortedError("this member has left it")
+    def _take_entry(self, connection: socket.socket, deadline: float) -> None:
         while (entry := _first_entry(self._secret, self._received)) is None:
             connection.settimeout(max(deadline - time.monotonic(), 0.001))
             received = connection.recv(MAX_ENTRY_BYTES)

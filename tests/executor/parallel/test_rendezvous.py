@@ -6,7 +6,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -176,8 +176,9 @@ def test_what_a_store_says_that_does_not_know_the_secret_is_not_believed(cleanup
             connection.recv(1)
 
     threading.Thread(target=answer, daemon=True).start()
+    member = MemberStore(HOST, listener.getsockname()[1], SECRET, TIMEOUT_S)
     with pytest.raises(StoreLost, match="not sealed with the epoch's secret"):
-        MemberStore(HOST, listener.getsockname()[1], SECRET, TIMEOUT_S)
+        member.set("host/1", b"")
 
 
 def test_a_member_is_told_what_it_has_waited_for_in_vain(
@@ -188,13 +189,14 @@ def test_a_member_is_told_what_it_has_waited_for_in_vain(
     with pytest.raises(StoreLost, match=f"port {store.port} for host/1: timed out"):
         waiting.get("host/1")
     with pytest.raises(StoreLost, match="it has closed"):
-        member(b"another secret of this length", timeout_s=0.3)
+        member(b"another secret of this length", timeout_s=0.3).set("host/1", b"")
     patient = member()
+    patient.set("host/0", b"address 0")
     store.close()
     with pytest.raises(StoreLost, match="for host/1: it has closed"):
         patient.get("host/1")
     with pytest.raises(StoreLost, match="Connection refused"):
-        member()
+        member().get("host/0")
 
 
 def test_a_member_that_has_left_keeps_what_it_has_read(member: Member):
@@ -220,7 +222,10 @@ def test_stores_of_one_executor_have_one_address_which_is_closed_between_them(cl
         assert addresses_at(port) == set()
         opening = threading.Timer(0.05, lambda secret=secret: opened.append(stores.open(secret)))
         opening.start()
-        MemberStore(HOST, port, secret, TIMEOUT_S).close()
+        member = MemberStore(HOST, port, secret, TIMEOUT_S)
+        member.set("host/0", b"address 0")
+        assert member.get("host/0") == b"address 0"
+        member.close()
         opening.join()
         cleanup.callback(opened[-1].close)
         with pytest.raises(OSError, match=f"cannot listen on {HOST}, port {port}"):
@@ -239,14 +244,16 @@ def test_an_executor_whose_host_is_another_machine_keeps_no_port():
 def test_the_store_listens_at_its_host_alone(host: str, cleanup: ExitStack) -> None:
     store = open_store(host, SECRET)
     cleanup.callback(store.close)
-    MemberStore(host, store.port, SECRET, TIMEOUT_S).close()
+    with closing(MemberStore(host, store.port, SECRET, TIMEOUT_S)) as member:
+        member.set("host/0", b"address 0")
     assert addresses_at(store.port) == {socket.gethostbyname(host)}
 
 
 def test_it_can_listen_on_every_address_and_be_reached_at_one(cleanup: ExitStack) -> None:
     store = open_store("127.0.0.1", SECRET, bind_host="0.0.0.0")
     cleanup.callback(store.close)
-    MemberStore("127.0.0.2", store.port, SECRET, TIMEOUT_S).close()
+    with closing(MemberStore("127.0.0.2", store.port, SECRET, TIMEOUT_S)) as member:
+        member.set("host/0", b"address 0")
     assert addresses_at(store.port) == {"0.0.0.0"}
 
 
