@@ -1,25 +1,28 @@
 """Long prompts beside streaming answers, on real processes: steps by chunks and by time.
 
-    python -m tests.bench.router.bench_long_prompts [--rounds 3] [--prompt 1900] [--rate 0.35] [--target 300]
+    python -m tests.bench.router.bench_long_prompts [--rounds 3] [--prompts 12] [--length 1900] [--rate 0.35]
+                                                    [--target 300] [--first 1000]
 
-The random Qwen3-MoE of 703 M parameters (bench_cpu_model) on two executors. Eight answers stream while
-prompts of that many tokens come at random, so many a second, the same ones for both routers: one runs
-chunks as large as fit (`--target-token-gap-ms 0`), the other steps of the target in milliseconds, and up
-to twice that under pressure. By turns: p99 of the gaps between tokens of the streaming answers, and p99
-and p50 of the long prompts' first tokens, in milliseconds. The last line has the medians of the rounds,
-and the error of step times that `GetStatus` tells.
+The random Qwen3-MoE of 703 M parameters (bench_cpu_model) on two executors. Eight answers stream, one after
+another, while prompts of that length come at random, so many a second, the same ones for both routers: one
+runs chunks as large as fit (`--target-token-gap-ms 0`), the other steps of the target in milliseconds, and
+up to twice that when prompts do not drain in the time of `--first`. By turns: p99 of the gaps between tokens
+of the streaming answers, and p99 and p50 of the long prompts' first tokens, in milliseconds. The last line
+is of all rounds' prompts together, as p99 of a few is the longest, and then the error of step times that
+`GetStatus` tells.
 """
 
+import argparse
 import asyncio
 import random
 import tempfile
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from deploy.local.launch import LocalStack
 from router.client import Client
@@ -32,7 +35,21 @@ PROMPT_LEN = 32  # of the answers that stream
 WARM_LENS = (30, 100, 300, 600)
 NUM_WARM = 40  # prompts in which step times are learnt
 
-Figures = npt.NDArray[np.float64]
+
+class Waits(NamedTuple):
+    """Milliseconds between the tokens of streaming answers, and to the first tokens of long prompts."""
+
+    gaps: list[float]
+    firsts: list[float]
+
+    @property
+    def figures(self) -> list[float]:
+        """p99 of the gaps, p99 and p50 of the first tokens."""
+        percentiles = np.percentile(self.gaps, 99), *np.percentile(self.firsts, (99, 50))
+        return list(map(float, percentiles))
+
+    def joined(self, other: "Waits") -> "Waits":
+        return Waits(self.gaps + other.gaps, self.firsts + other.firsts)
 
 
 def prompt(length: int) -> list[int]:
@@ -45,32 +62,41 @@ async def first_token(client: Client, length: int) -> float:
     return 1e3 * answer.first_token_s
 
 
-async def gaps_of(client: Client) -> list[float]:
-    """Streams an answer. Returns milliseconds between its tokens."""
-    times = []
-    async for _ in client.generate(prompt(PROMPT_LEN), max_tokens=STREAM_TOKENS, ignore_eos=True):
-        times.append(time.perf_counter())
-    return [1e3 * gap for gap in np.diff(times)]
+async def gaps_of(client: Client, end: asyncio.Event) -> list[float]:
+    """Streams answers until the end. Returns milliseconds between the tokens of each."""
+    gaps: list[float] = []
+    while not end.is_set():
+        times: list[float] = []
+        answer = client.generate(prompt(PROMPT_LEN), max_tokens=STREAM_TOKENS, ignore_eos=True)
+        async with aclosing(answer) as deltas:
+            async for _ in deltas:
+                times.append(time.perf_counter())
+                if end.is_set():
+                    break
+        gaps += (1e3 * np.diff(times)).tolist()
+    return gaps
 
 
 async def warm_up(client: Client) -> None:
-    stream = asyncio.ensure_future(gaps_of(client))
+    end = asyncio.Event()
+    stream = asyncio.ensure_future(gaps_of(client, end))
     for number in range(NUM_WARM):
         await first_token(client, WARM_LENS[number % len(WARM_LENS)])
+    end.set()
     await stream
 
 
-async def measure(client: Client, length: int, rate: float, seed: int) -> Figures:
-    """Returns p99 of the gaps of streaming answers, p99 and p50 of the long prompts' first tokens."""
-    rng = random.Random(seed)
-    streams = [asyncio.ensure_future(gaps_of(client)) for _ in range(NUM_STREAMS)]
+async def measure(client: Client, options: argparse.Namespace, seed: int) -> Waits:
+    """Has long prompts come, at times that the seed says, to answers that stream."""
+    rng, end = random.Random(seed), asyncio.Event()
+    streams = [asyncio.ensure_future(gaps_of(client, end)) for _ in range(NUM_STREAMS)]
     prompts = []
-    while not all(stream.done() for stream in streams):
-        prompts.append(asyncio.ensure_future(first_token(client, length)))
-        await asyncio.wait(streams, timeout=rng.expovariate(rate))
-    gaps = [gap for stream in streams for gap in await stream]
+    for _ in range(options.prompts):
+        await asyncio.sleep(rng.expovariate(options.rate))
+        prompts.append(asyncio.ensure_future(first_token(client, options.length)))
     firsts = await asyncio.gather(*prompts)
-    return np.array([np.percentile(gaps, 99), *np.percentile(firsts, (99, 50))])
+    end.set()
+    return Waits([gap for stream in streams for gap in await stream], firsts)
 
 
 @asynccontextmanager
@@ -81,36 +107,41 @@ async def served(folder: Path, **settings: float) -> AsyncIterator[Client]:
         yield client
 
 
-def show(by_chunks: Figures, by_time: Figures) -> None:
-    values = [*by_chunks.tolist(), *by_time.tolist(), *(by_time / by_chunks)[:2].tolist()]
+def show(by_chunks: Waits, by_time: Waits) -> None:
+    values = [*by_chunks.figures, *by_time.figures]
+    values += [by_time.figures[i] / by_chunks.figures[i] for i in (0, 1)]
     print("{:6.0f}{:9.0f}{:9.0f}{:13.0f}{:9.0f}{:9.0f}{:12.2f}{:9.2f}".format(*values), flush=True)
 
 
-async def beside_long_prompts(length: int, rounds: int, rate: float, target: int) -> None:
+async def beside_long_prompts(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as name:
         make_checkpoint(Path(name))
+        target = options.target
         by_time = {"target_token_gap_ms": target, "max_token_gap_ms": 2 * target}
         async with (
             served(Path(name), target_token_gap_ms=0) as first,
-            served(Path(name), target_first_token_ms=3000, **by_time) as second,
+            served(Path(name), target_first_token_ms=options.first, **by_time) as second,
         ):
             print(
                 "by chunks: gap p99, first token p99, p50; by time; ratios of gap and first token p99"
             )
-            found = []
-            for seed in range(rounds):
-                found.append([await measure(c, length, rate, seed) for c in (first, second)])
-                show(*found[-1])
-            show(*np.median(found, axis=0))
+            totals = [Waits([], []), Waits([], [])]
+            for seed in range(options.rounds):
+                found = [await measure(client, options, seed) for client in (first, second)]
+                show(*found)
+                totals = [total.joined(part) for total, part in zip(totals, found, strict=True)]
+            show(*totals)
             [group] = await second.get_status()
             print(f"step times: mean error {group.step_cost.mean_error:.3f}")
 
 
 def main() -> None:
     quiet()
-    options = parse_options(__doc__, rounds=3, prompt=1900, rate=0.35, target=300)
+    options = parse_options(
+        __doc__, rounds=3, prompts=12, length=1900, rate=0.35, target=300, first=1000
+    )
     random.seed(0)
-    asyncio.run(beside_long_prompts(options.prompt, options.rounds, options.rate, options.target))
+    asyncio.run(beside_long_prompts(options))
 
 
 if __name__ == "__main__":
