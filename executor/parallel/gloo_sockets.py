@@ -101,6 +101,11 @@ class Connections:
         """Returns both ends of each collected connection."""
         return {connection.ends for connection in self._by_inode.values()}
 
+    def ports(self) -> set[int]:
+        """Returns the ports on which the collected sockets listen."""
+        ports = map(_port_listened_on, self._listening.values())
+        return {port for port in ports if port is not None}
+
     def keep_members(self, held: Set[Ends]) -> None:
         """Forgets the connections whose other end no member holds, and ends strangers' calls.
 
@@ -109,7 +114,7 @@ class Connections:
         Args:
             held: By the members: ends of their connections.
         """
-        own = {_port_listened_on(number) for number in self._listening.values()}
+        own = self.ports()
         with self._ending:
             for inode, (number, port, ends) in list(self._by_inode.items()):
                 if Ends(ends.peer, ends.own) not in held:

@@ -378,22 +378,29 @@ def _gloo_group(
         RuntimeError: Connections failed, or were a stranger's, each time.
     """
     for attempt in range(FORM_ATTEMPTS):
-        keys, outcome = store.under(str(attempt)), b"formed"
+        keys, outcome, has_no_stranger = store.under(str(attempt)), b"formed", False
         with ExitStack() as left:
             try:
                 group = _connect(keys, place, bind_host, timeout)
                 left.callback(group.close)
                 left.callback(group.connections.shut_down)  # for peers that wait for this member
-                _prove(group, keys, place, secret)
+                ends = _exchange_ends(group, keys)
+                has_no_stranger = lead_to_members(ends)
+                _prove(group, place, secret)
                 group.wait_for_peers(timeout)
             except StoreLost:
                 raise
             except RuntimeError as error:
+                if has_no_stranger:  # hence a peer was lost, and no attempt will do
+                    raise
                 outcome = str(error).encode()
                 left.close()  # first: those peers have an outcome then, too
-                keys.tell("ends", b"[]")  # and so have those that wait for this
-            outcomes = keys.tell_all("outcome", outcome)
-            if outcomes == [b"formed"] * place.world_size:
+                keys.tell("ends", b"[[], []]")  # and so have those that wait for this
+            # All members say the same of strangers, from the same ends. Without any, what fails is a
+            # connection to a peer, and then that one's Join or this one's does: no round need tell.
+            if not has_no_stranger:
+                outcomes = keys.tell_all("outcome", outcome)
+            if has_no_stranger or outcomes == [b"formed"] * place.world_size:
                 left.pop_all()
                 return group
     problems = [problem.decode() for problem in outcomes if problem != b"formed"]
@@ -418,23 +425,60 @@ def _connect(
     return GlooGroup(place.rank, place.world_size, backend, connections)
 
 
-def _prove(group: GlooGroup, store: RoundStore, place: Place, secret: bytes) -> None:
-    """Drops strangers' connections, and shows each member that this one knows the secret.
+class Held(NamedTuple):
+    """What a member tells of its connections: their ends, and the ports on which gloo listens."""
+
+    ends: set[Ends]
+    ports: list[int]
+
+
+def _exchange_ends(group: GlooGroup, store: RoundStore) -> list[Held]:
+    """Drops strangers' connections. Returns what each member held before, by rank."""
+    connections = group.connections
+    told = store.tell_all(  # hence all have connected
+        "ends", json.dumps([sorted(connections.ends()), sorted(connections.ports())]).encode()
+    )
+    held = [Held({Ends(*each) for each in ends}, ports) for ends, ports in map(json.loads, told)]
+    connections.take_no_more()
+    connections.keep_members({end for member in held for end in member.ends})
+    return held
+
+
+def lead_to_members(held: Sequence[Held]) -> bool:
+    """Whether the members hold one connection between each two of them, and nobody else called.
+
+    False also where that cannot be told: where sockets are not found, or a process holds several ranks.
+
+    Args:
+        held: By rank.
+    """
+    for rank, (ends, ports) in enumerate(held):
+        peers = list[int]()
+        for end in ends:
+            back = Ends(end.peer, end.own)
+            found = [other for other, member in enumerate(held) if back in member.ends]
+            if not found and int(end.own.rpartition(" ")[2]) in ports:
+                return False
+            peers += found
+        if sorted(peers) != [other for other in range(len(held)) if other != rank]:
+            return False
+    return True
+
+
+def _prove(group: GlooGroup, place: Place, secret: bytes) -> None:
+    """Shows each member that this one knows the secret.
 
     Raises:
         RuntimeError: Some connection does not lead to the member that it should.
     """
-    ends = json.dumps(sorted(group.connections.ends())).encode()
-    told = store.tell_all("ends", ends)  # hence all have connected
-    group.connections.take_no_more()
-    group.connections.keep_members({Ends(*each) for text in told for each in json.loads(text)})
 
     def proofs(of: Callable[[int], tuple[int, int]]) -> torch.Tensor:
-        texts = [b"%s %d %d" % (place.group.encode(), *of(rank)) for rank in range(len(told))]
+        ranks = range(place.world_size)
+        texts = [b"%s %d %d" % (place.group.encode(), *of(rank)) for rank in ranks]
         macs = b"".join(hmac.digest(secret, text, "sha256") for text in texts)
         return torch.frombuffer(bytearray(macs), dtype=torch.uint8)
 
-    received = torch.empty(len(told) * PROOF_BYTES, dtype=torch.uint8)
+    received = torch.empty(place.world_size * PROOF_BYTES, dtype=torch.uint8)
     group.all_to_all(received, proofs(lambda peer: (place.rank, peer)))
     if not torch.equal(received, proofs(lambda peer: (peer, place.rank))):
         raise RuntimeError("a peer does not know the epoch's secret")

@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,9 +16,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from executor.parallel.gloo_sockets import Connections, _connection
+from executor.parallel.gloo_sockets import Connections, Ends, _connection
 from executor.parallel.layout import Topology
-from executor.parallel.process_groups import FORM_ATTEMPTS
+from executor.parallel.process_groups import FORM_ATTEMPTS, Held, lead_to_members
 from executor.parallel.rendezvous import MemberStore
 from tests.executor.support.ranks.ranks import HOST, join, run_ranks
 from tests.support.listening import listening_at
@@ -173,6 +173,54 @@ def num_collected(rank: int, port: int, world_size: int) -> int:
 def test_every_executor_of_a_group_can_end_its_connections_to_all_others(world_size: int):
     """Those that it made and those that others made to it. In one process each finds all of them."""
     assert run_ranks(num_collected, world_size, world_size) == [world_size - 1] * world_size
+
+
+def keys_written(rank: int, port: int, world_size: int) -> set[str]:
+    """Returns what an executor has told its peers while they formed a group."""
+    keys, write = set(), MemberStore.set
+
+    def note(store: MemberStore, key: str, value: bytes, num_in_round: int = 1) -> None:
+        keys.add(key.split("/")[-2])
+        write(store, key, value, num_in_round)
+
+    with patch.object(MemberStore, "set", note):
+        groups = join(port, Topology(dp_rank=rank, dp_size=world_size))
+    groups.host.all_reduce(torch.zeros(1))
+    groups.close()
+    return keys
+
+
+def test_members_between_whom_nobody_has_come_need_not_tell_what_became_of_their_proofs():
+    for keys in run_ranks(keys_written, 3, 3):
+        assert "ends" in keys
+        assert "outcome" not in keys
+
+
+def held(ports: Sequence[int], *ends: tuple[int, int]) -> Held:
+    """Returns what a member tells, by ports of this machine."""
+    return Held({Ends(f"{HOST} {own}", f"{HOST} {peer}") for own, peer in ends}, list(ports))
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        (
+            [held([1], (1, 10), (1, 11)), held([2], (10, 1), (2, 20)), held([3], (11, 1), (20, 2))],
+            True,
+        ),
+        ([held([1], (1, 10)), held([2], (10, 1), (30, 443))], True),  # another thread's call
+        ([held([1], (1, 10), (1, 40)), held([2], (10, 1))], False),  # a stranger's
+        ([held([1], (1, 40)), held([2], (10, 1))], False),  # in the member's place
+        ([held([1], (1, 10)), held([2])], False),
+        ([held([1], (1, 10), (1, 11)), held([2], (10, 1), (11, 1))], False),  # one too many
+        ([held([1, 2], (1, 10), (10, 1)), held([1, 2], (1, 10), (10, 1))], False),  # one process
+        ([held([]), held([])], False),  # where none are found
+    ],
+)
+def test_whether_nobody_has_come_between_members_follows_from_the_ends_they_hold(
+    told: list[Held], expected: bool
+):
+    assert lead_to_members(told) == expected
 
 
 # Strangers at gloo's port
