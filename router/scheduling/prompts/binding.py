@@ -151,7 +151,7 @@ class Binder:
         if self._waits_for_its_leader(sequence):
             return Outcome.DEFERRED
         common = common if sequence.is_interrupted else None
-        if common is not None and common.begins_like_one_that_waits(sequence):
+        if common is not None and common.must_wait_like_another(sequence):
             return Outcome.DEFERRED
         found = self._lookup.find(sequence)
         if common is not None and common.must_wait(sequence, found):

@@ -63,10 +63,11 @@ class CommonParts:
                 return True
         return False
 
-    def begins_like_one_that_waits(self, sequence: Sequence) -> bool:
-        """Whether an interrupted sequence begins as one before it, that waits, as far as that waits for.
+    def must_wait_like_another(self, sequence: Sequence) -> bool:
+        """Whether an interrupted sequence begins as one before it that waits, as far as that waits for.
 
-        Where thousands do, to look each of them up would take longer than a step.
+        Where thousands do, to look each of them up would take longer than a step. So who has KV of its own
+        waits along: what it had before a loss may have been evicted since.
         """
         tokens = self._waited_for.get(self._key_of(sequence))
         if tokens is None or len(sequence.tokens) <= len(tokens) or not may_find(sequence):

@@ -116,5 +116,9 @@ class PrefixLookup:
 
 
 def may_find(sequence: Sequence) -> bool:
-    """Whether none of its prompt tokens is to be scored, and KV is not what executors may be lost by."""
+    """Whether cached KV may serve a sequence.
+
+    Not one whose prompt is scored, as all of it has to run for that; nor one that was lost alone, as it is
+    failed the next time, which is to be its own doing, not that of KV that it finds.
+    """
     return not (sequence.needs_prompt_logprobs or is_last_suspect(sequence))

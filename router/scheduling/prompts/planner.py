@@ -52,7 +52,7 @@ class _Layout(NamedTuple):
         prompts: [dp_size] each rank's, in order.
         counts: [dp_size] tokens of these.
         offer: What that gives and costs.
-        urgent: Tokens of the prompts that may widen the gap; infinity: callers wait for them to go on.
+        num_urgent: Their tokens that may widen the gap; infinity: callers wait for them to go on.
         oldest: When the first of them was bound.
     """
 
@@ -61,7 +61,7 @@ class _Layout(NamedTuple):
     prompts: list[list[Prompt]]
     counts: list[int]
     offer: Offer
-    urgent: float
+    num_urgent: float
     oldest: float
 
     def is_beside(self, num_decodes: int) -> bool:
@@ -174,7 +174,7 @@ class PromptPlanner:
             return None
         return held if held.rows == rows else None
 
-    def _urgent(self, rows: list[int], *, may_hurry: bool = True) -> float:
+    def _num_urgent(self, rows: list[int], *, may_hurry: bool = True) -> float:
         """Returns the tokens that rows have to run and that may widen the gap.
 
         Infinity: interrupted answers have yet to go on.
@@ -192,7 +192,7 @@ class PromptPlanner:
         """Returns the time of this step; `rows` are those of its prompts, all of them held or none."""
         # Beside other flows' answers, a flow that resumes many has its share of the time, as ever.
         is_alone = not self._line.are_rivals or not any(decodes.num_rows)
-        backlog = held.urgent if held else self._urgent(rows, may_hurry=is_alone)
+        backlog = held.num_urgent if held else self._num_urgent(rows, may_hurry=is_alone)
         if is_alone and (first := self._waiting.peek()) and _hurries(first):
             backlog = math.inf  # their callers wait for the next token
         else:
@@ -240,13 +240,13 @@ class PromptPlanner:
         bound = list(map(self._table.bound, new))
         starts = [each.progress.start_time for each in bound]
         oldest = min((start for start in starts if start is not None), default=math.inf)
-        urgent = self._urgent(new)
+        num_urgent = self._num_urgent(new)
         if held is not None:
-            oldest, urgent = min(oldest, held.oldest), urgent + held.urgent
+            oldest, num_urgent = min(oldest, held.oldest), num_urgent + held.num_urgent
         if self._line.are_rivals:  # a flood's many are no reason to hold another's prompt
             num_stuck = min([num_stuck, *(sequence.flow.num_waiting for sequence in bound)])
         offer = Offer.of(budget, prompts, counts)
-        layout = _Layout(rows, budget, prompts, counts, offer, urgent, oldest)
+        layout = _Layout(rows, budget, prompts, counts, offer, num_urgent, oldest)
         return self._decide(layout, num_stuck)
 
     def _decide(self, layout: _Layout, num_stuck: int) -> list[int]:
