@@ -177,11 +177,12 @@ class StepBuilder:
         else:
             table.num_computed[mask] = computed + limits
         if growth is not None:
+            has_grown, rows, block_ids, window_ids, cuts = growth
             num_new = None
-            if len(growth.rows):
-                table.num_sent_blocks[growth.rows] = table.num_blocks.take(growth.rows)
-                num_new = growth.mask[mask].astype(np.int32)
-            return DecodeColumns(decodes, computed, limits, num_new, *growth[2:])
+            if len(rows):
+                table.num_sent_blocks[rows] = table.num_blocks.take(rows)
+                num_new = has_grown[mask].astype(np.int32)
+            return DecodeColumns(decodes, computed, limits, num_new, block_ids, window_ids, cuts)
         num_new = table.num_blocks - table.num_sent_blocks
         has_new = num_new != 0
         has_new &= mask

@@ -74,16 +74,19 @@ class RowBlocks:
         Returns what they got; None if it took preemption.
         """
         rows = mask.nonzero()[0]
-        if growth := self._grow(mask, rows):
-            return growth
-        self._grow(mask, self._make_rooms(rows))
+        if columns := self._add_columns(rows):
+            return Growth(mask, rows, *columns)
+        self._add_columns(self._make_rooms(rows))
         return None
 
-    def _grow(self, mask: Mask, rows: Rows) -> Growth | None:
-        """Gives each of these rows one column if there are enough blocks without preemption."""
+    def _add_columns(self, rows: Rows) -> tuple[Int32Array, Int32Array | None, list[int]] | None:
+        """Gives each of these rows one column if there are enough blocks without preemption.
+
+        Returns the blocks, those for windowed layers, and where each rank's part begins, see Growth.
+        """
         table, num_lists = self._table, self._table.num_lists
         if not len(rows):
-            return Growth(mask, rows, NO_BLOCKS, None, [0] * (table.dp_size + 1))
+            return NO_BLOCKS, None, [0] * (table.dp_size + 1)
         cuts = rows.searchsorted(table.first_rows)
         counts = cuts[1:] - cuts[:-1]
         if not self.pools.make_free(num_lists * counts):
@@ -94,7 +97,7 @@ class RowBlocks:
             table.flat_window_blocks[places] = window_ids = self.pools.acquire(counts)
         table.flat_blocks[places] = block_ids = self.pools.acquire(counts)
         table.num_blocks[rows] = columns + 1
-        return Growth(mask, rows, block_ids, window_ids, cuts.tolist())
+        return block_ids, window_ids, cuts.tolist()
 
     def give_all(self, rows: Rows, num_tokens: Int32Array) -> bool:
         """Gives rows, ranks in order, blocks for so many next tokens if that takes no preemption.
