@@ -15,19 +15,18 @@ a peer that is lost while NCCL connects costs that thread.
 """
 
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from executor.errors import InvalidEpoch, InvalidRendezvous, JoinFailed, StaleEpoch
+from executor.parallel.threads import ReusedThreads
 from protos.executor.epochs import MAX_EPOCH_LEAP
 
 MAX_PORT = (1 << 16) - 1
-MAX_THREADS = 1 << 16  # of those that may be left behind, waiting: as many as it takes
 MIN_SECRET_BYTES = 16
 
-# Each forming has one to itself: a new one only if those before are still at theirs.
-_FORMING = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="form")
+_FORMING = ReusedThreads("form")  # also those that were left behind, waiting
 
 
 class Epochs:

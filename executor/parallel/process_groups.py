@@ -18,7 +18,6 @@ import json
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,10 +27,10 @@ import torch
 from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
 
 from executor.errors import PeerLost
-from executor.parallel.epochs import MAX_THREADS
 from executor.parallel.gloo_sockets import Connections, Ends
 from executor.parallel.layout import Topology
 from executor.parallel.rendezvous import MemberStore, RoundStore, StoreLost
+from executor.parallel.threads import ReusedThreads
 
 _c10d: Any = distributed_c10d  # its process groups, stores and options carry no types
 CPU = torch.device("cpu")
@@ -45,7 +44,7 @@ PROOF_BYTES = 32
 
 # Ends groups over gloo. The process waits for its threads when it exits: one that comes out of PyTorch
 # while the interpreter ends takes the process down with SIGABRT.
-_ENDING = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="end")
+_ENDING = ReusedThreads("end")
 
 WAIT_SLICE = timedelta(milliseconds=20)  # in which a thread looks whether its group was closed
 WAITING_SLICES = 5  # after which it says that it waits
@@ -173,7 +172,10 @@ class GlooGroup(RankGroup):
         if self._num_pending:
             self.connections.shut_down()
         if held:
-            _ENDING.submit(_abort, held)
+            try:
+                _ENDING.submit(_abort, held)
+            except RuntimeError:  # there are no more threads, as the interpreter ends
+                _abort(held)
 
     def _run(self, method: str, *arguments: Any, options: Any) -> None:
         self._num_pending += 1  # first: close() may come, in another thread, while it begins

@@ -4,6 +4,7 @@ Each rank of gloo's groups is a thread here, with connections of its own.
 """
 
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -255,6 +256,21 @@ def test_closing_an_nccl_group_aborts_it_once_and_from_a_thread_of_its_own(
     [thread] = backend.aborted_in
     assert thread is not threading.current_thread()
     assert thread.daemon, "the process would wait for it while it holds the graphs"
+
+
+def test_a_group_that_is_closed_as_the_interpreter_ends_is_aborted():
+    script = """
+import atexit
+from types import SimpleNamespace
+from executor.parallel.process_groups import GlooGroup
+
+group = GlooGroup(0, 1, SimpleNamespace(abort=lambda: print("aborted")))
+atexit.register(group.close)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert (ended.stdout, ended.returncode) == ("aborted\n", 0), ended.stderr
 
 
 def test_a_rank_whose_peer_stands_still_says_that_it_waits_and_the_other_does_not(store: Any):
