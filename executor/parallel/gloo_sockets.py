@@ -116,11 +116,13 @@ class Connections:
         """
         own = self.ports()
         with self._ending:
+            strangers: dict[int, int] = {}
             for inode, (number, port, ends) in list(self._by_inode.items()):
                 if Ends(ends.peer, ends.own) not in held:
                     del self._by_inode[inode]
                     if port in own:
-                        _shut_down({inode: number})
+                        strangers[inode] = number
+            _shut_down(strangers)
 
     def shut_down(self) -> None:
         """Ends the collected connections that are still open. Their owner closes them.
@@ -193,14 +195,20 @@ def _inode(number: int) -> int | None:
 def _port_listened_on(number: int) -> int | None:
     """Returns the port of the internet's on which a socket listens; None if it does not."""
     with suppress(OSError):  # of one that was closed meanwhile
-        found = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, number)  # or of another family
-        try:
-            if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        if _listens(number):
+            with _duplicate(number) as found:
                 name = found.getsockname()
                 return name[1] if isinstance(name, tuple) else None
-        finally:
-            found.detach()
     return None
+
+
+def _listens(number: int) -> bool:
+    # Of any family: naming one spares the calls that find it out, and this option asks for none.
+    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, number)
+    try:
+        return found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) != 0
+    finally:
+        found.detach()
 
 
 def _connection(number: int) -> _Connection | None:

@@ -149,6 +149,19 @@ def test_what_listens_goes_on_listening(pair: Pair):
         assert is_open(*pair(own))
 
 
+def test_of_sockets_that_listen_those_of_the_internet_have_ports(
+    tmp_path: Path, cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    connections = Connections()
+    with connections.collect_listening():
+        own = cleanup.enter_context(socket.create_server((HOST, 0)))
+        local = cleanup.enter_context(socket.socket(socket.AF_UNIX))
+        local.bind("a name that is longer than an address of the internet")
+        local.listen()
+    assert connections.ports() == {own.getsockname()[1]}
+
+
 def test_what_will_listen_is_not_shut_down(pair: Pair):
     """Gloo ends the process when a socket on which it listens does."""
     connections = Connections()
