@@ -397,7 +397,7 @@ def _gloo_group(
                     raise
                 outcome = str(error).encode()
                 left.close()  # first: those peers have an outcome then, too
-                keys.tell("ends", b"[[], []]")  # and so have those that wait for this
+                keys.tell("held", b"[[], []]")  # and so have those that wait for this
             # All members say the same of strangers, from the same ends. Without any, what fails is a
             # connection to a peer, and then that one's Join or this one's does: no round need tell.
             if not has_no_stranger:
@@ -438,7 +438,7 @@ def _exchange_ends(group: GlooGroup, store: RoundStore) -> list[Held]:
     """Drops strangers' connections. Returns what each member held before, by rank."""
     connections = group.connections
     told = store.tell_all(  # hence all have connected
-        "ends", json.dumps([sorted(connections.ends()), sorted(connections.ports())]).encode()
+        "held", json.dumps([sorted(connections.ends()), sorted(connections.ports())]).encode()
     )
     held = [Held({Ends(*each) for each in ends}, ports) for ends, ports in map(json.loads, told)]
     connections.take_no_more()

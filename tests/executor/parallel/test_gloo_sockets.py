@@ -205,7 +205,7 @@ def keys_written(rank: int, port: int, world_size: int) -> set[str]:
 
 def test_members_between_whom_nobody_has_come_need_not_tell_what_became_of_their_proofs():
     for keys in run_ranks(keys_written, 3, 3):
-        assert "ends" in keys
+        assert "held" in keys
         assert "outcome" not in keys
 
 
