@@ -228,7 +228,7 @@ class MemberStore(Store):
         self._called: socket.socket | None = None  # and it has not answered yet
         self._connection: socket.socket | None = None  # once it has
         self._has_left = False
-        with suppress(OSError):  # of one that is not there yet, or cannot be
+        with suppress(OSError, ValueError):  # of one that is not there yet, or cannot be
             self._called = self._call()
 
     def set(self, key: str, value: bytes | str, num_in_round: int = 1) -> None:

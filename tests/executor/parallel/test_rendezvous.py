@@ -199,6 +199,12 @@ def test_a_member_is_told_what_it_has_waited_for_in_vain(
         member().get("host/0")
 
 
+def test_a_store_whose_host_can_be_none_is_lost():
+    member = MemberStore("a..b", 1, SECRET, TIMEOUT_S)
+    with pytest.raises(StoreLost, match=r"store at a\.\.b, port 1: "):
+        member.set("host/0", b"address 0")
+
+
 def test_a_member_that_has_left_keeps_what_it_has_read(member: Member):
     """NCCL goes on asking its store whether a peer has failed, in threads of its own."""
     first = member()
