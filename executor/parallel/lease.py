@@ -33,8 +33,8 @@ class Lease:
     Args:
         clock: Seconds, from anywhere on.
         on_change: Called when there is another driver, when it may be gone, and when a router begins or
-            ceases to stand by; with the id of the router that knows, as it was that one's Step stream, or
-            None.
+            ceases to stand by. It gets the id of the router that needs no news of the change, since that
+            one's own Step stream has ended; None if there is none.
     """
 
     def __init__(
