@@ -188,8 +188,7 @@ class ElasticPolicy:
         self._begun = now
         self.max_len = 0
         self._teams: tuple[Team, ...] = ()  # of the last epoch
-        self._held_time = float("-inf")  # when executors were last seen to be another router's
-        self._held_addresses: set[str] = set()  # theirs
+        self._held: dict[str, float] = {}  # when each was last seen to be another's
         self._lost_names: set[tuple[str, str]] = set()  # of them, whose place is lost already
         self._history: dict[str, _History] = {}
         self._grown = float("-inf")
@@ -255,13 +254,11 @@ class ElasticPolicy:
         Raises:
             ExecutorLost: They are. Says for how long.
         """
-        wait_s = self._held_time + self._settings.first_form_wait_s - now
+        last = max(self._held.values(), default=float("-inf"))
+        wait_s = last + self._settings.first_form_wait_s - now
         if not candidates or wait_s <= 0:
             return
-        known = [
-            each for each in candidates if each.num_placed or each.address in self._held_addresses
-        ]
-        if not known:
+        if not any(each.num_placed or each.address in self._held for each in candidates):
             raise ExecutorLost(
                 f"only spares answer, {len(candidates)}, and no executor of the group that another router drove: "
                 f"one is waited for, for {wait_s:.0f} s"
@@ -285,10 +282,9 @@ class ElasticPolicy:
 
     def note_held(self, now: float, addresses: Iterable[str]) -> None:
         """Notes that another router drives these executors."""
-        if now - self._held_time > self._settings.first_form_wait_s:
-            self._held_addresses.clear()
-        self._held_time = now
-        self._held_addresses.update(addresses)
+        since = now - self._settings.first_form_wait_s
+        recent = {address: time for address, time in self._held.items() if time >= since}
+        self._held = recent | dict.fromkeys(addresses, now)
 
     def note_formed(self, now: float, formation: Formation) -> None:
         """Notes that a group of `choose` has formed; its members hold what it says."""
@@ -305,7 +301,7 @@ class ElasticPolicy:
         self.max_len = self.max_len or min(each.max_len for each in formation.members)
         self._lost_names.clear()
         self._num_failures, self._acquitted = 0, ("", [])
-        self._held_time = float("-inf")
+        self._held.clear()
 
     def note_not_formed(self, now: float, formation: Formation, failed: str = "") -> list[str]:
         """Notes that a group of `choose` did not form. Returns who is held off for it, the second time.

@@ -99,6 +99,18 @@ def test_a_router_that_stands_by_makes_no_group_of_its_drivers_spares_but_after_
     assert names(group.choose(203, spare)) == "c", "it drives, and has lost its own"
 
 
+def test_a_router_that_stands_by_forgets_executors_that_its_driver_has_not_had_for_a_while() -> (
+    None
+):
+    group, again = policy(1, 1), executors("a", instance="again")
+    group.note_held(100, ["a", "b"])
+    group.note_held(140, ["b"])
+    assert names(group.choose(141, again)) == "a"
+    group.note_held(180, ["b"])
+    with pytest.raises(ExecutorLost, match="only spares answer"):
+        group.choose(181, again)
+
+
 def test_a_lost_executor_is_replaced_by_a_spare_and_the_others_keep_their_order() -> None:
     group = policy(3, 1)
     form(group, 0, executors("abcd"))
