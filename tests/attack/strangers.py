@@ -1,7 +1,6 @@
 """Attacks by strangers at the other ports: executors, rendezvous store, gloo, probes, metrics."""
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -24,6 +23,7 @@ VALIDATE, SET, COUNT_KEYS = 0, 1, 7
 STORE_MAGIC = 0x3C85F7CE
 VALUE_BYTES = 1 << 20
 SECRET = bytes(32)  # of an epoch
+JOINED, LOST = '"event": "joined"', '"event": "group_lost"'
 FORMING_S = 1.5  # in which one member of a group that forms stands still
 
 
@@ -125,12 +125,12 @@ def _forming_s(target: Target, num_strangers: int) -> tuple[float, int]:
                     strangers.enter_context(socket.create_connection(address, 0.02))
                     num_met += 1
 
-    num_joins = sum(map(len, _join_times(target)))
+    num_joins, num_losses = _num_joins(target), _num_losses(target)
     with contextlib.ExitStack() as strangers:
         os.kill(target.pids[-1], signal.SIGSTOP)
         try:
-            with _executor(target, 0, target.executor_token) as ask:  # any loss would do
-                ask("Join", _join(_epoch(target) + 1, "127.0.0.1:9"))
+            while _num_losses(target) == num_losses:  # the longer, the longer it was silent before
+                time.sleep(0.01)
             end = time.monotonic() + FORMING_S
             while time.monotonic() < end:
                 meet()
@@ -138,7 +138,7 @@ def _forming_s(target: Target, num_strangers: int) -> tuple[float, int]:
         finally:
             os.kill(target.pids[-1], signal.SIGCONT)
         begun = time.monotonic()
-        while sum(map(len, _join_times(target))) < num_joins + len(target.pids):
+        while _num_joins(target) < num_joins + len(target.pids):
             if time.monotonic() > begun + 25:
                 break
             meet()  # the store, and what members listen on, are there only now
@@ -146,19 +146,14 @@ def _forming_s(target: Target, num_strangers: int) -> tuple[float, int]:
         return time.monotonic() - begun, num_met
 
 
-def _join_times(target: Target) -> list[list[float]]:
-    """Returns how long each executor's joins have taken, as their logs tell."""
-    times = []
-    for log in sorted(target.log_dir.glob("executor-*.log")):
-        lines = [line for line in log.read_text().splitlines() if '"event": "joined"' in line]
-        times.append([json.loads(line)["seconds"] for line in lines])
-    return times
+def _num_joins(target: Target) -> int:
+    """Returns how often executors have joined a group, as their logs tell."""
+    return sum(log.read_text().count(JOINED) for log in target.log_dir.glob("executor-*.log"))
 
 
-def _epoch(target: Target) -> int:
-    with _channel(target, 0, target.executor_token) as (stub, metadata):
-        described = stub.Describe(pb.DescribeRequest(), metadata=metadata, timeout=5)
-        return int(described.epoch)
+def _num_losses(target: Target) -> int:
+    """Returns how often the router has lost the group, as its log tells."""
+    return (target.log_dir / "router.log").read_text().count(LOST)
 
 
 def half_scrapes(target: Target) -> Outcome:
