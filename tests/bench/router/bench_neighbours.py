@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import current_process, get_context
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,26 +35,22 @@ from tests.bench.support.options import parse_options
 from tests.bench.support.quiet import quiet
 
 CALLERS = ("flood", "other")
-PROMPT_LEN, NUM_TOKENS = 32, 32
-FEW_TOKENS, MANY_TOKENS = 2, 8  # of the other caller: beside a flood that ends, and by turns
+PROMPT_LEN, NUM_TOKENS, OTHER_TOKENS = 32, 32, 8
 NUM_IDLE = 30  # requests that find the router idle
 SENT_S = 0.3  # in which a flood's requests have been sent
 START_S, TURN_S = 2.0, 2.0
 SPAWN = get_context("spawn")  # gRPC runs in this process
-RNG = random.Random(0)
+RNG = random.Random(current_process().name)  # the flood's prompts are others
 
 Figures = npt.NDArray[np.float64]
 
 
-async def first_token(client: Client, num_tokens: int = FEW_TOKENS) -> float:
-    """Runs a request. Returns its milliseconds to the first token."""
+async def first_token(client: Client, pause_s: float) -> float:
+    """Runs a request, and pauses for a random time. Returns its milliseconds to the first token."""
     prompt = [RNG.randint(1, 30) for _ in range(PROMPT_LEN)]
-    answer = await client.complete(prompt, max_tokens=num_tokens, ignore_eos=True)
+    answer = await client.complete(prompt, max_tokens=OTHER_TOKENS, ignore_eos=True)
+    await asyncio.sleep(RNG.uniform(0, 2 * pause_s))
     return 1e3 * answer.first_token_s
-
-
-async def pause(mean_s: float) -> None:
-    await asyncio.sleep(RNG.uniform(0, 2 * mean_s))
 
 
 class Caller(NamedTuple):
@@ -96,8 +92,7 @@ async def one_after_another(
     waits = []
     await asyncio.sleep(SENT_S)
     while not until.done():
-        waits.append(await first_token(client))
-        await pause(pause_s)
+        waits.append(await first_token(client, pause_s))
     return waits
 
 
@@ -112,17 +107,16 @@ async def by_turns(
     flooding: asyncio.Future[None], watch: Client, one: Client, turns: int, pause_s: float
 ) -> None:
     """Prints what the flood, and all, are served beside the other caller over what they are without."""
+    end = time.perf_counter() + START_S
     await asyncio.sleep(START_S)
     rates, waits = [], []
     for turn in range(2 * turns + 1):
         begun, before = time.perf_counter(), await served(watch)
-        over = asyncio.get_running_loop().create_future()
-        asyncio.get_running_loop().call_later(TURN_S, over.set_result, 0.0)
+        end += TURN_S  # however late the turn began: the flood ends at a time, too
         if turn % 2:
-            while not over.done():
-                waits.append(await first_token(one, MANY_TOKENS))
-                await pause(pause_s)
-        await over
+            while time.perf_counter() < end:
+                waits.append(await first_token(one, pause_s))
+        await asyncio.sleep(end - time.perf_counter())
         rates.append((await served(watch) - before) / (time.perf_counter() - begun))
     await flooding
     alone = np.array(rates[::2])
@@ -164,7 +158,7 @@ async def one_round(
     flood: Callable[[], asyncio.Future[float]], one: Client, pause_s: float
 ) -> Figures:
     """Returns milliseconds idle, beside a flood p50 and p99, and the flood's tokens/s alone and beside."""
-    idle = [await first_token(one) for _ in range(NUM_IDLE)]
+    idle = [await first_token(one, pause_s) for _ in range(NUM_IDLE)]
     alone = await flood()
     running = flood()
     beside = await one_after_another(one, running, pause_s)
