@@ -1,20 +1,23 @@
 """Long prompts beside streaming answers, on real processes: steps by chunks and by time.
 
-    python -m tests.bench.router.bench_long_prompts [--rounds 3] [--prompts 12] [--length 1900] [--rate 0.35]
-                                                    [--target 300] [--first 1000]
+    python -m tests.bench.router.bench_long_prompts [--rounds 4] [--prompts 12] [--length 1900] [--load 0.4]
+                                                    [--target-token-gap-ms 300] [--max-token-gap-ms 600]
+                                                    [--target-first-token-ms 1000]
 
 The random Qwen3-MoE of 703 M parameters (bench_cpu_model) on two executors. Eight answers stream, one after
-another, while prompts of that length come at random, so many a second, the same ones for both routers: one
-runs chunks as large as fit (`--target-token-gap-ms 0`), the other steps of the target in milliseconds, and
-up to twice that when prompts do not drain in the time of `--first`. By turns: p99 of the gaps between tokens
-of the streaming answers, and p99 and p50 of the long prompts' first tokens, in milliseconds. The last line
-is of all rounds' prompts together, as p99 of a few is the longest, and then the error of step times that
+another, while prompts of that length come at random, the same ones for both routers; load 1 is as many a
+second as the two executors can run, each one prompt after the other. One router runs chunks as large as
+fit (`--target-token-gap-ms 0`), the other steps by time, to its own targets where none are given. By
+turns, each router first in every other round: p99 of the gaps between tokens of the streaming answers, and
+p99 and p50 of the long prompts' first tokens, in milliseconds. The last line is of all rounds' prompts
+together, as p99 of a few is the longest, and then the error of step times that
 `GetStatus` tells.
 """
 
 import argparse
 import asyncio
 import random
+import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -30,6 +33,8 @@ from tests.bench.executor.bench_cpu_model import make_checkpoint
 from tests.bench.support.options import parse_options
 from tests.bench.support.quiet import quiet
 
+TARGETS = ("target_token_gap_ms", "max_token_gap_ms", "target_first_token_ms")
+NUM_EXECUTORS = 2
 NUM_STREAMS, STREAM_TOKENS = 8, 200
 PROMPT_LEN = 32  # of the answers that stream
 WARM_LENS = (30, 100, 300, 600)
@@ -86,13 +91,18 @@ async def warm_up(client: Client) -> None:
     await stream
 
 
-async def measure(client: Client, options: argparse.Namespace, seed: int) -> Waits:
+async def seconds_alone(client: Client, length: int) -> float:
+    """Returns the seconds to the first token of a prompt with nothing beside it."""
+    return statistics.median([await first_token(client, length) for _ in range(3)]) / 1e3
+
+
+async def measure(client: Client, options: argparse.Namespace, rate: float, seed: int) -> Waits:
     """Has long prompts come, at times that the seed says, to answers that stream."""
     rng, end = random.Random(seed), asyncio.Event()
     streams = [asyncio.ensure_future(gaps_of(client, end)) for _ in range(NUM_STREAMS)]
     prompts = []
     for _ in range(options.prompts):
-        await asyncio.sleep(rng.expovariate(options.rate))
+        await asyncio.sleep(rng.expovariate(rate))
         prompts.append(asyncio.ensure_future(first_token(client, options.length)))
     firsts = await asyncio.gather(*prompts)
     end.set()
@@ -102,7 +112,10 @@ async def measure(client: Client, options: argparse.Namespace, seed: int) -> Wai
 @asynccontextmanager
 async def served(folder: Path, **settings: float) -> AsyncIterator[Client]:
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-    async with LocalStack(folder, router_args=flags) as stack, stack.client() as client:
+    async with (
+        LocalStack(folder, dp_size=NUM_EXECUTORS, router_args=flags) as stack,
+        stack.client() as client,
+    ):
         await warm_up(client)
         yield client
 
@@ -116,30 +129,32 @@ def show(by_chunks: Waits, by_time: Waits) -> None:
 async def beside_long_prompts(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as name:
         make_checkpoint(Path(name))
-        target = options.target
-        by_time = {"target_token_gap_ms": target, "max_token_gap_ms": 2 * target}
+        targets = {each: ms for each in TARGETS if (ms := getattr(options, each)) is not None}
         async with (
-            served(Path(name), target_token_gap_ms=0) as first,
-            served(Path(name), target_first_token_ms=options.first, **by_time) as second,
+            served(Path(name), target_token_gap_ms=0) as by_chunks,
+            served(Path(name), **targets) as by_time,
         ):
+            rate = options.load * NUM_EXECUTORS / await seconds_alone(by_chunks, options.length)
+            print(f"{rate:.2f} prompts a second")
             print(
                 "by chunks: gap p99, first token p99, p50; by time; ratios of gap and first token p99"
             )
             totals = [Waits([], []), Waits([], [])]
             for seed in range(options.rounds):
-                found = [await measure(client, options, seed) for client in (first, second)]
+                order = 1 if seed % 2 == 0 else -1
+                clients = (by_chunks, by_time)[::order]
+                found = [await measure(client, options, rate, seed) for client in clients][::order]
                 show(*found)
                 totals = [total.joined(part) for total, part in zip(totals, found, strict=True)]
             show(*totals)
-            [group] = await second.get_status()
+            [group] = await by_time.get_status()
             print(f"step times: mean error {group.step_cost.mean_error:.3f}")
 
 
 def main() -> None:
     quiet()
-    options = parse_options(
-        __doc__, rounds=3, prompts=12, length=1900, rate=0.35, target=300, first=1000
-    )
+    sizes = {"rounds": 4, "prompts": 12, "length": 1900, "load": 0.4}
+    options = parse_options(__doc__, **sizes, **dict.fromkeys(TARGETS, float))
     random.seed(0)
     asyncio.run(beside_long_prompts(options))
 
