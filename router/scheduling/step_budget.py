@@ -23,7 +23,10 @@ from protos.settings import at_least, setting
 
 USUAL_TARGET_S = 0.05  # where the fixed part of a step with prompts is USUAL_FIXED_S at most
 USUAL_FIXED_S = 0.015
-FIXED_SLOPE = 7.0  # seconds for each second of it beyond
+FIXED_SLOPE = 7.0  # seconds for each second of it beyond, up to the target of the first token
+LEAST_PER_FIXED = (
+    4.0  # seconds for each second of it, so that prompts have three quarters of a step
+)
 IDLE_S = 0.08  # a step of prompts that no decode waits for
 USUAL_CONTEXT = 1024  # tokens before a prompt's, where a prompt is not looked at
 REST = 0.08  # of a chunk: less than that of a prompt is not left for another step
@@ -41,7 +44,8 @@ class BudgetSettings:
     target_token_gap_ms: float | None = setting(
         None,
         at_least(0),
-        unset="50, and 7 more for each by which the fixed part of such a step exceeds 15",
+        unset="50, and 7 more for each by which the fixed part of such a step exceeds 15, but no more "
+        "than --target-first-token-ms or four times that part",
     )
     """Milliseconds that a step with prompts takes, and so the gap between two tokens of an answer,
     while prompts drain in time. 0: as many tokens as fit, however long they take."""
@@ -140,8 +144,9 @@ def gap_range(settings: BudgetSettings, prices: Prices) -> tuple[float, float]:
     if settings.target_token_gap_ms is not None:
         target_s = settings.target_token_gap_ms / 1e3
         return target_s, max(target_s, bound_s or 4 * target_s)
-    excess_s = prices.base + prices.prompts - USUAL_FIXED_S
-    target_s = USUAL_TARGET_S + FIXED_SLOPE * max(0.0, excess_s)
+    fixed_s = prices.base + prices.prompts
+    target_s = USUAL_TARGET_S + FIXED_SLOPE * max(0.0, fixed_s - USUAL_FIXED_S)
+    target_s = min(target_s, max(settings.target_first_token_ms / 1e3, LEAST_PER_FIXED * fixed_s))
     bound_s = bound_s or target_s + 3 * USUAL_TARGET_S
     return min(target_s, bound_s), bound_s
 
