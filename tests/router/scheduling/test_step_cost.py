@@ -88,12 +88,15 @@ def test_a_group_that_becomes_twice_as_slow_is_believed_within_256_steps() -> No
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.7, 2.0])
-def test_the_first_steps_of_an_epoch_say_what_those_of_its_group_take(factor: float) -> None:
-    rng, cost = random.Random(5), StepCost()
-    learn(cost, rng, 600)
-    cost.begin_epoch()
-    learn(cost, rng, 8, factor)
-    assert mean_error(cost, rng, factor) < 0.1
+def test_the_first_five_steps_of_an_epoch_say_what_those_of_its_group_take(factor: float) -> None:
+    errors = []
+    for seed in range(12):
+        rng, cost = random.Random(seed), StepCost()
+        learn(cost, rng, 600)
+        cost.begin_epoch()
+        learn(cost, rng, 5, factor)
+        errors.append(mean_error(cost, rng, factor))
+    assert np.mean(errors) < 0.2
 
 
 def test_a_step_that_stood_still_is_not_learnt_from_unless_all_do() -> None:
