@@ -19,26 +19,24 @@ from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError
 from protos.transport.interceptors import Caller
 from router.api.messages import (
-    SHORT_OUTPUT_LEN,
     begin_response,
     name_request,
     read_request,
     tagged_error,
     take_response,
 )
-from router.api.prompts import SHORT_TEXT_LEN
 from router.api.text import Tokenizer
 from router.api.unknown_fields import refuse_unknown_fields
 from router.engine.engines import Engines
-from router.errors import Cancelled, InvalidRequest, QueueFull
+from router.errors import Cancelled, InvalidRequest
 from router.requests.callers import DEFAULTS, CallerSettings
 from router.requests.request import Listener, Request, Sequence
 
 # Waiting to be sent, because the client does not read; past these, nothing more of it is read.
 MAX_REFUSALS = 256
 MAX_ENDS = 256
-# Requests of a stream that other processes and threads make a grammar or a prompt for at once; further ones
-# wait in line, up to so many bytes, each counted as the least at least. Reading goes on meanwhile.
+# Requests of a stream that other processes make a grammar or a prompt for at once; further ones wait in
+# line, up to so many bytes, each counted as the least at least. Reading goes on until these are full.
 MAX_PREPARING = 16
 MAX_UNPREPARED_BYTES, MIN_UNPREPARED_BYTES = 16 << 20, 4 << 10
 
@@ -149,25 +147,27 @@ class ManyCall:
         if tag in self._live or tag in self._preparing:
             problem = f"{tag} is that of a request that still runs on this stream; use another"
             raise self._counted(InvalidRequest("tag", problem))
-        if not _takes_time(message):
-            return await self._submit(tag, message)
+        arrival_time = asyncio.get_running_loop().time()
+        if not _needs_process(message):
+            return await self._submit(tag, message, arrival_time)
+        name = name_request(message)
+        try:
+            refuse_unknown_fields(message)  # which bounds what it takes while it waits
+        except InvalidRequest as error:
+            return await self._refuse(tag, error, name)
         size = max(message.ByteSize(), MIN_UNPREPARED_BYTES)
-        value, name = self._num_unprepared_bytes + size, name_request(message)
-        if self._preparing and value > MAX_UNPREPARED_BYTES:
-            problem = (
-                f"{len(self._preparing)} requests of this stream wait for their grammar or prompt, and "
-                f"with this one would exceed {MAX_UNPREPARED_BYTES} bytes: try again in a second"
-            )
-            limits = {"value": value, "limit": MAX_UNPREPARED_BYTES}
-            return await self._refuse(tag, QueueFull(problem, metadata=limits), name)
-        self._num_unprepared_bytes = value
-        submitting = asyncio.create_task(self._prepare(tag, message), name=name)
+        while self._preparing and self._num_unprepared_bytes + size > MAX_UNPREPARED_BYTES:
+            await asyncio.wait(self._preparing.values(), return_when=asyncio.FIRST_COMPLETED)
+        self._num_unprepared_bytes += size
+        submitting = asyncio.create_task(self._prepare(tag, message, arrival_time), name=name)
         self._preparing[tag] = submitting
         submitting.add_done_callback(partial(self._on_submitted, tag, size))
 
-    async def _prepare(self, tag: int, message: serving_pb2.GenerateRequest) -> None:
+    async def _prepare(
+        self, tag: int, message: serving_pb2.GenerateRequest, arrival_time: float
+    ) -> None:
         async with self._room:
-            await self._submit(tag, message)
+            await self._submit(tag, message, arrival_time)
 
     def _on_submitted(self, tag: int, size: int, submitting: asyncio.Task[None]) -> None:
         del self._preparing[tag]
@@ -189,7 +189,9 @@ class ManyCall:
                 await self._refusals.put(tagged_error(tag, error, preparing.get_name()))
                 self._listener.wake()
 
-    async def _submit(self, tag: int, message: serving_pb2.GenerateRequest) -> None:
+    async def _submit(
+        self, tag: int, message: serving_pb2.GenerateRequest, arrival_time: float
+    ) -> None:
         request_id = name_request(message)
         try:
             self._engines.check_room(is_resumed=message.HasField("resume"))
@@ -198,6 +200,7 @@ class ManyCall:
                 model=self._engines.model,
                 tokenizer=self._tokenizer,
                 listener=self._listener,
+                arrival_time=arrival_time,
                 tag=tag,
                 caller=self._caller,
                 settings=self._settings,
@@ -256,12 +259,9 @@ class ManyCall:
         return message
 
 
-def _takes_time(message: serving_pb2.GenerateRequest) -> bool:
-    """Whether another process or thread may have to make its grammar, its prompt or its text so far."""
-    if message.HasField("constraint") or message.HasField("chat"):
-        return True
-    num_bytes = sum(len(each.token_ids) for each in message.resume.continuations)
-    return len(message.text) > SHORT_TEXT_LEN or num_bytes > 4 * SHORT_OUTPUT_LEN
+def _needs_process(message: serving_pb2.GenerateRequest) -> bool:
+    """Whether another process may have to make its grammar or its prompt, which takes its time."""
+    return message.HasField("constraint") or message.HasField("chat")
 
 
 def _add_response(message: serving_pb2.GenerateManyResponse, sequence: Sequence) -> None:

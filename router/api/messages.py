@@ -104,6 +104,7 @@ async def read_request(
     model: ServedModel | None,
     tokenizer: Tokenizer | None,
     listener: Listener,
+    arrival_time: float | None = None,
     call_timeout_s: float | None = None,
     tag: int | None = None,
     caller: Caller = (),
@@ -116,6 +117,7 @@ async def read_request(
         model: The model served; None until it is known.
         tokenizer: Its tokenizer, where the router has one.
         listener: Whom to wake with the answer.
+        arrival_time: When it came, on the event loop's clock in seconds; None for now.
         call_timeout_s: What is left of the call's deadline; None if it has none.
         tag: The request's number on a GenerateMany stream; None on a call of its own.
         caller: Who sent it.
@@ -126,7 +128,8 @@ async def read_request(
         InvalidRequest: A field's value can never work.
         ModelNotFound: The request is for another model.
     """
-    arrival_time = asyncio.get_running_loop().time()
+    if arrival_time is None:
+        arrival_time = asyncio.get_running_loop().time()
     model = served(model)
     _parts = refuse_unknown_fields(message)  # kept, so that each is looked up once
     check_model(message.model, model)

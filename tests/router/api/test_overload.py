@@ -1,9 +1,7 @@
 """Overload: a busy router reads nothing that it refuses, and keeps nothing that nobody fetches."""
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,7 +10,7 @@ import pytest
 from protos.serving.v1 import serving_pb2 as pb
 from protos.transport.error_details import error_details
 from protos.transport.errors import MAX_MESSAGE_BYTES
-from router.api import constraints, messages
+from router.api import constraints
 from router.api.generate_many import (
     MAX_ENDS,
     MAX_PREPARING,
@@ -20,11 +18,10 @@ from router.api.generate_many import (
     MIN_UNPREPARED_BYTES,
     ManyCall,
 )
-from router.api.prompts import SHORT_TEXT_LEN
-from router.api.text import Tokenizer
-from router.errors import InvalidRequest, QueueFull
+from router.api.unknown_fields import MAX_REPEATED
+from router.errors import QueueFull
 from tests.router.support.calls import connected, prompt
-from tests.router.support.fake_engines import FakeEngines, byte_tokenizer, serve
+from tests.router.support.fake_engines import FakeEngines, serve
 
 SERVICE = "/lockstep.serving.v1.GenerationService"
 FULL = QueueFull("too much waits", retry_delay_s=1.0)
@@ -134,75 +131,103 @@ async def test_a_stream_is_read_on_while_more_of_its_grammars_wait_than_are_buil
     assert ends == dict.fromkeys(range(last), "") | {last: "CANCELLED", plain: ""}
 
 
-@pytest.mark.parametrize("is_resumed", [False, True])
-async def test_a_stream_is_read_on_while_a_long_text_is_made(
-    is_resumed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    engines = FakeEngines()
-    engines.echoes = True
-    may_go_on = threading.Event()
-
-    def wait(*_: Any, **__: Any) -> None:
-        may_go_on.wait()
-        raise InvalidRequest("text", "too late")
-
-    monkeypatch.setattr(Tokenizer, "encode", wait)
-    monkeypatch.setattr(messages, "take_up", wait)
-    long = prompt(text="a" * (SHORT_TEXT_LEN + 1), stop=pb.StopConditions(max_tokens=1))
-    if is_resumed:
-        long = prompt()
-        long.resume.attempt = 1
-        long.resume.continuations.add(token_ids=b"\0" * 4 * (messages.SHORT_OUTPUT_LEN + 1))
-    ends: list[tuple[int, str]] = []
-
-    async def actions() -> AsyncIterator[pb.GenerateManyRequest]:
-        yield pb.GenerateManyRequest(tag=1, start=long)
-        yield pb.GenerateManyRequest(tag=2, start=prompt())
-        yield pb.GenerateManyRequest(tag=1, cancel=pb.CancelTag())
-
-    async def write(message: pb.GenerateManyResponse) -> None:
-        ends.extend((entry.tag, "") for entry in message.responses)
-        ends.extend((error.tag, error.reason) for error in message.errors)
-
-    call = ManyCall(engines, byte_tokenizer(tmp_path), engines.listeners.open())  # type: ignore[arg-type]
-    try:
-        await asyncio.wait_for(call.run(actions(), write), 60)
-    finally:
-        may_go_on.set()
-    assert sorted(ends) == [(1, "CANCELLED"), (2, "")]
-
-
-async def test_a_stream_keeps_no_more_than_its_share_of_what_waits_for_grammars(
+async def test_a_stream_whose_grammars_that_wait_take_their_share_is_read_on_once_one_is_built(
     monkeypatch: pytest.MonkeyPatch,
 ):
     engines = FakeEngines()
     engines.echoes = True
-    are_built = asyncio.Event()
-    refused: list[pb.TaggedError] = []
+    may_build = asyncio.Semaphore(0)
     num_let_in = MAX_UNPREPARED_BYTES // MIN_UNPREPARED_BYTES
+    num_read, ends = 0, list[int]()
 
     async def grammar_of(kind: str, text: str) -> str:
-        await are_built.wait()
+        await may_build.acquire()
         return text
 
     async def starts() -> AsyncIterator[pb.GenerateManyRequest]:
-        for tag in range(num_let_in + 2):
+        nonlocal num_read
+        for num_read in range(1, num_let_in + 3):
             start = prompt(constraint=pb.Constraint(regex="a"))
-            yield pb.GenerateManyRequest(tag=tag, start=start)
+            yield pb.GenerateManyRequest(tag=num_read, start=start)
 
     async def write(message: pb.GenerateManyResponse) -> None:
-        refused.extend(message.errors)
-        if len(refused) == 2:
-            are_built.set()
+        assert not message.errors
+        ends.extend(entry.tag for entry in message.responses)
+
+    monkeypatch.setattr(constraints._kept, "grammar_of", grammar_of)
+    call = ManyCall(engines, None, engines.listeners.open())  # type: ignore[arg-type]
+    running = asyncio.create_task(call.run(starts(), write))
+    for num_more in (1, 2):
+        while num_read < num_let_in + num_more:
+            await asyncio.sleep(0)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert num_read == num_let_in + num_more
+        may_build.release()
+    for _ in range(num_let_in):
+        may_build.release()
+    await asyncio.wait_for(running, 60)
+    assert sorted(ends) == list(range(1, num_let_in + 3))
+
+
+async def test_a_request_that_waits_for_its_grammar_has_arrived_before(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    engines = FakeEngines()
+    engines.echoes = True
+    are_read, read_time = asyncio.Event(), 0.0
+
+    async def grammar_of(kind: str, text: str) -> str:
+        await are_read.wait()
+        return text
+
+    async def starts() -> AsyncIterator[pb.GenerateManyRequest]:
+        nonlocal read_time
+        for tag in range(MAX_PREPARING + 1):
+            start = prompt(constraint=pb.Constraint(regex="a"))
+            yield pb.GenerateManyRequest(tag=tag, start=start)
+        read_time = asyncio.get_running_loop().time()
+        are_read.set()
+
+    async def write(message: pb.GenerateManyResponse) -> None:
+        assert not message.errors
 
     monkeypatch.setattr(constraints._kept, "grammar_of", grammar_of)
     call = ManyCall(engines, None, engines.listeners.open())  # type: ignore[arg-type]
     await asyncio.wait_for(call.run(starts(), write), 60)
-    assert [error.tag for error in refused] == [num_let_in, num_let_in + 1]
-    assert {error.reason for error in refused} == {"QUEUE_FULL"}
-    assert refused[0].metadata["limit"] == str(MAX_UNPREPARED_BYTES)
-    assert refused[0].retry_delay.seconds == 1
-    assert engines.arrivals.qsize() == num_let_in
+    arrivals = [engines.arrivals.get_nowait() for _ in range(MAX_PREPARING + 1)]
+    assert max(request.arrival_time for request in arrivals) <= read_time
+
+
+async def test_a_chat_of_too_many_messages_is_refused_before_it_waits(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    engines = FakeEngines()
+    engines.echoes = True
+    is_refused = asyncio.Event()
+    errors: list[pb.TaggedError] = []
+    chat = pb.Chat(messages=[pb.ChatMessage()] * (MAX_REPEATED + 1))
+
+    async def grammar_of(kind: str, text: str) -> str:
+        await is_refused.wait()
+        return text
+
+    async def starts() -> AsyncIterator[pb.GenerateManyRequest]:
+        for tag in range(MAX_PREPARING):
+            start = prompt(constraint=pb.Constraint(regex="a"))
+            yield pb.GenerateManyRequest(tag=tag, start=start)
+        yield pb.GenerateManyRequest(tag=MAX_PREPARING, start=pb.GenerateRequest(chat=chat))
+
+    async def write(message: pb.GenerateManyResponse) -> None:
+        if message.errors:
+            errors.extend(message.errors)
+            is_refused.set()
+
+    monkeypatch.setattr(constraints._kept, "grammar_of", grammar_of)
+    call = ManyCall(engines, None, engines.listeners.open())  # type: ignore[arg-type]
+    await asyncio.wait_for(call.run(starts(), write), 60)
+    assert [(error.tag, error.reason) for error in errors] == [(MAX_PREPARING, "INVALID_REQUEST")]
+    assert engines.measures.refused["INVALID_REQUEST"] == 1
 
 
 @pytest.mark.parametrize("fails", ["request", "stream"])
