@@ -28,7 +28,7 @@ COPY executor executor
 RUN python -m pip install --no-index --no-deps --no-build-isolation .
 # For every CPU that the image may run on. Then PyTorch's headers and tests can go: 145 MB.
 ENV LOCKSTEP_CPU_KERNELS_CACHE=/opt/cpu_kernels
-RUN /opt/venv/bin/python -m executor.model.cpu_kernels avx512 avx2 \
+RUN /opt/venv/bin/python -m executor.model.cpu_kernels amx avx512 avx2 \
     && cd /opt/venv/lib/python3*/site-packages/torch && rm -r include test
 
 FROM ${PYTHON_IMAGE}

@@ -43,14 +43,21 @@ _FLAGS = (
     "-Wno-maybe-uninitialized",  # g++ 12 finds some in its own headers
 )
 _CPU_INFO = Path("/proc/cpuinfo")
+_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 
 # Of each tile, the best first: flags of /proc/cpuinfo, and of the compiler.
+_AVX512 = (
+    {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx2", "fma"},
+    "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mavx2 -mfma -DTILE_LANES=16"
+    ' -DTILE="tile_avx512.h"',
+)
 _TILES = {
-    "avx512": (
-        {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx2", "fma"},
-        "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mavx2 -mfma -DTILE_LANES=16",
+    "amx": (
+        {*_AVX512[0], "amx_tile", "amx_bf16"},
+        f"{_AVX512[1]} -mamx-tile -mamx-bf16 -DTILE_AMX",
     ),
-    "avx2": ({"avx2", "fma"}, "-mavx2 -mfma -DTILE_LANES=8"),
+    "avx512": _AVX512,
+    "avx2": ({"avx2", "fma"}, '-mavx2 -mfma -DTILE_LANES=8 -DTILE="tile_avx2.h"'),
 }
 TILES = tuple(_TILES)
 
@@ -186,13 +193,22 @@ def load_tile(tile: str) -> Library:
     """Returns the kernels of a tile that this CPU runs, built if the cache has none.
 
     Raises:
-        NoKernels: They cannot be built or loaded.
+        NoKernels: They cannot be built or loaded, or the kernel beneath refuses AMX.
     """
     try:
         with built(tile) as path:
+            if tile == "amx":
+                _ask_for_amx()
             return Library(path)
     except OSError as error:
         raise NoKernels(f"cannot load the library: {error}") from error
+
+
+def _ask_for_amx() -> None:
+    """Asks Linux for the registers of AMX, for all threads of this process."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA):
+        raise NoKernels(f"no AMX for this process: {os.strerror(ctypes.get_errno())}")
 
 
 @contextmanager
@@ -248,8 +264,7 @@ def _compiler() -> str:
 
 
 def _flags(tile: str) -> list[str]:
-    of_tile = [*_TILES[tile][1].split(), f'-DTILE="tile_{tile}.h"']
-    return [*_FLAGS, *of_tile, *shlex.split(os.environ.get(EXTRA_FLAGS, ""))]
+    return [*_FLAGS, *_TILES[tile][1].split(), *shlex.split(os.environ.get(EXTRA_FLAGS, ""))]
 
 
 def _compile(tile: str, library: Path) -> None:

@@ -9,13 +9,17 @@ void linear(const bf16* x, int64_t stride, int64_t head_stride, const void* weig
             const float* scales, const float* bias, bf16* y, int64_t rows, int64_t heads,
             int64_t in, int64_t out) {
   const Panels panels{weight, scales, bias, in};
-#pragma omp parallel for schedule(static) if (worth_sharing(heads * in * out, rows))
-  for (int64_t panel = 0; panel < heads * out / kColumns; panel++) {
-    const int64_t head = panel * kColumns / out;
-    multiply(
-        0, rows, panels, panel, [&](int64_t i) { return x + i * stride + head * head_stride; },
-        [&](int64_t i, const float* sums) {
-          store_columns(y + i * heads * out + panel * kColumns, sums);
-        });
+#pragma omp parallel if (worth_sharing(heads * in * out, rows))
+  {
+    const Configured configured;
+#pragma omp for schedule(static)
+    for (int64_t panel = 0; panel < heads * out / kColumns; panel++) {
+      const int64_t head = panel * kColumns / out;
+      multiply(
+          0, rows, panels, panel, [&](int64_t i) { return x + i * stride + head * head_stride; },
+          [&](int64_t i, const float* sums) {
+            store_columns(y + i * heads * out + panel * kColumns, sums);
+          });
+    }
   }
 }

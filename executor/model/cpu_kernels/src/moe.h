@@ -48,6 +48,7 @@ void moe(const bf16* x, const int32_t* ids, const float* weights, const void* w1
   const int64_t inner_panels = inner / kGates, width_panels = width / kColumns;
 #pragma omp parallel if (worth_sharing(3 * used * width * inner, used ? pairs / used : 0))
   {
+    const Configured configured;
 #pragma omp for schedule(dynamic, 4)
     for (int64_t item = 0; item < used * inner_panels; item++) {
       const int64_t expert = groups.used[item / inner_panels], panel = item % inner_panels;

@@ -65,30 +65,36 @@ void route(Choice choice, const bf16* x, int64_t stride, const bf16* weight, con
            const float* bias, const float* correction, const bool* is_padding, int32_t* ids,
            float* weights, int64_t rows, int64_t width) {
   const int64_t experts = choice.experts, panels = (experts + kColumns - 1) / kColumns;
-#pragma omp parallel for schedule(static) if (worth_sharing(experts * width, rows))
-  for (int64_t first = 0; first < rows; first += kTileRows) {
-    const int64_t last = std::min(rows, first + kTileRows);
-    std::vector<float> logits(kTileRows * panels * kColumns), ranks(experts);
-    const auto row_of = [&](int64_t i) { return logits.data() + (i - first) * panels * kColumns; };
-    for (int64_t panel = 0; weight && panel < panels; panel++)
-      multiply(
-          first, last, {weight, nullptr, bias, width}, panel,
-          [&](int64_t i) { return x + i * stride; },
-          [&](int64_t i, const float* sums) {
-            std::copy_n(sums, kColumns, row_of(i) + panel * kColumns);
-          });
-    for (int64_t i = first; i < last; i++) {
-      float* const row = row_of(i);
-      for (int64_t e = 0; !weight && e < experts; e++) {
-        Floats dot = set(0);
-        for (int64_t d = 0; d < width; d += kLanes)
-          dot = fma(load(x + i * stride + d), load(weight32 + e * width + d), dot);
-        row[e] = sum(dot) + (bias ? bias[e] : 0);
+#pragma omp parallel if (worth_sharing(experts * width, rows))
+  {
+    const Configured configured;
+#pragma omp for schedule(static)
+    for (int64_t first = 0; first < rows; first += kTileRows) {
+      const int64_t last = std::min(rows, first + kTileRows);
+      std::vector<float> logits(kTileRows * panels * kColumns), ranks(experts);
+      const auto row_of = [&](int64_t i) {
+        return logits.data() + (i - first) * panels * kColumns;
+      };
+      for (int64_t panel = 0; weight && panel < panels; panel++)
+        multiply(
+            first, last, {weight, nullptr, bias, width}, panel,
+            [&](int64_t i) { return x + i * stride; },
+            [&](int64_t i, const float* sums) {
+              std::copy_n(sums, kColumns, row_of(i) + panel * kColumns);
+            });
+      for (int64_t i = first; i < last; i++) {
+        float* const row = row_of(i);
+        for (int64_t e = 0; !weight && e < experts; e++) {
+          Floats dot = set(0);
+          for (int64_t d = 0; d < width; d += kLanes)
+            dot = fma(load(x + i * stride + d), load(weight32 + e * width + d), dot);
+          row[e] = sum(dot) + (bias ? bias[e] : 0);
+        }
+        std::fill(row + experts, row_of(i + 1), -INFINITY);
+        const int64_t at = i * choice.top_k;
+        choice.choose(row, ranks.data(), correction, ids + at, weights + at);
+        if (is_padding && is_padding[i]) std::fill_n(ids + at, choice.top_k, int32_t(experts));
       }
-      std::fill(row + experts, row_of(i + 1), -INFINITY);
-      const int64_t at = i * choice.top_k;
-      choice.choose(row, ranks.data(), correction, ids + at, weights + at);
-      if (is_padding && is_padding[i]) std::fill_n(ids + at, choice.top_k, int32_t(experts));
     }
   }
 }

@@ -10,7 +10,8 @@
 // do not depend on its batch, its place in it, or the number of threads.
 //
 // Each tile_*.h, of which TILE is one, has what one kind of CPU does in its own way: dot products
-// of pairs, and rounding. All is compiled once for each kind, into a library of its own.
+// of pairs, and rounding; with AMX the product, too. All is compiled once for each kind, into a
+// library of its own.
 #pragma once
 
 #include <immintrin.h>
@@ -78,6 +79,19 @@ inline auto pairs_at(const int8_t* panel, int column) {
   return pairs_of(load(panel + column), load(panel + kColumns + column));
 }
 
+// Memory that a thread keeps for its next call, from the beginning of a line of the cache; one for
+// each type and number.
+template <class T, int NUMBER = 0>
+inline T* scratch(size_t size) {
+  static thread_local std::vector<T> memory;
+  constexpr size_t kLine = 64 / sizeof(T);
+  if (memory.size() < size + kLine) memory.resize(size + kLine);
+  return memory.data() + -(uintptr_t(memory.data()) / sizeof(T)) % kLine;
+}
+
+#ifdef TILE_AMX
+#include "tile_amx.h"
+#else
 // result = rows . panel * scales + bias; scales of int8 only. `rows` point to where each ends:
 // counting up to 0 takes no register for the end, of which 12 rows leave none. Few rows ask memory
 // for what comes 4 KiB later, if the panel `is_new`.
@@ -108,6 +122,24 @@ inline void product(const bf16* const* rows, const Weight* panel, const float* s
   }
 }
 
+template <class Weight>
+inline void product(const bf16* const* rows, int64_t count, const Weight* panel,
+                    const float* scales, const float* bias, int64_t width, bool is_new,
+                    float* result) {
+  with_constant<kTileRows>(count, [&](auto constant) {
+    product<decltype(constant)::value>(rows, panel, scales, bias, width, is_new, result);
+  });
+}
+
+// Returns how many of the rows that are left come next: at the end two like tiles, rather than a
+// full one and a small one.
+inline int64_t next_rows(int64_t left) {
+  return left <= kTileRows ? left : left < 2 * kTileRows ? (left + 1) / 2 : kTileRows;
+}
+
+struct [[maybe_unused]] Configured {};  // what a thread has about it that multiplies: nothing here
+#endif
+
 // A packed weight: panels of `width`, of int8 if their columns have scales, else of bfloat16;
 // scales and biases may be null.
 struct Panels {
@@ -118,40 +150,25 @@ struct Panels {
 
 inline const float kNoBias[kColumns] = {};
 
-// Multiplies the rows row(i), first <= i < last, with a panel. Calls use(i, columns) for each, with
-// float32 [32].
+// Multiplies the rows row(i), first <= i < last, with a panel, in a thread that is `Configured`.
+// Calls use(i, columns) for each, with float32 [32].
 template <class Row, class Use>
 inline void multiply(int64_t first, int64_t last, const Panels& panels, int64_t panel, Row row,
                      Use use) {
   const int64_t at = panel * kColumns, width = panels.width;
   const float* const bias = panels.bias ? panels.bias + at : kNoBias;
   const bf16* rows[kTileRows];
-  float result[kTileRows * kColumns];
+  alignas(64) float result[kTileRows * kColumns];
   for (int64_t start = first, count; start < last; start += count) {
-    const int64_t left = last - start;
-    // Two like tiles at the end, rather than a full one and a small one.
-    count = left <= kTileRows ? left : left < 2 * kTileRows ? (left + 1) / 2 : kTileRows;
+    count = next_rows(last - start);
     for (int64_t i = 0; i < count; i++) rows[i] = row(start + i) + width;
-    with_constant<kTileRows>(count, [&](auto constant) {
-      constexpr int kRows = decltype(constant)::value;
-      const auto run = [&](const auto* weights, const float* scales) {
-        product<kRows>(rows, weights + at * width, scales, bias, width, start == first, result);
-      };
-      panels.scales ? run((const int8_t*)panels.weights, panels.scales + at)
-                    : run((const bf16*)panels.weights, nullptr);
-    });
+    const auto run = [&](const auto* weights, const float* scales) {
+      product(rows, count, weights + at * width, scales, bias, width, start == first, result);
+    };
+    panels.scales ? run((const int8_t*)panels.weights, panels.scales + at)
+                  : run((const bf16*)panels.weights, nullptr);
     for (int64_t i = 0; i < count; i++) use(start + i, result + i * kColumns);
   }
-}
-
-// Memory that a thread keeps for its next call, from the beginning of a line of the cache; one for
-// each type and number.
-template <class T, int NUMBER = 0>
-inline T* scratch(size_t size) {
-  static thread_local std::vector<T> memory;
-  constexpr size_t kLine = 64 / sizeof(T);
-  if (memory.size() < size + kLine) memory.resize(size + kLine);
-  return memory.data() + -(uintptr_t(memory.data()) / sizeof(T)) % kLine;
 }
 
 // Writes 32 columns, rounded.

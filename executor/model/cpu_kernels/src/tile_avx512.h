@@ -1,5 +1,7 @@
 // Tile for CPUs with AVX512 and its dot product of bfloat16 pairs. See tile.h.
+#ifndef TILE_AMX
 constexpr int kTileRows = 12;  // x 2 sums, 2 vectors of weights, a row's pair: 27 of 32 registers
+#endif
 
 inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }  // a * b + c
 inline Floats8 fma(Floats8 a, Floats8 b, Floats8 c) { return _mm256_fmadd_ps(a, b, c); }

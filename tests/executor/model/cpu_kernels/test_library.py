@@ -22,7 +22,7 @@ from tests.executor.support.experts import new_spec
 
 EVERY_START = ["cpu_kernels_built", "cpu_kernels_not_kept"]
 SOURCES = Path(library.__file__).with_name("src")
-ALL_FLAGS = "flags : avx2 fma avx512f avx512bw avx512vl avx512dq avx512_bf16"
+ALL_FLAGS = "flags : avx2 fma avx512f avx512bw avx512vl avx512dq avx512_bf16 amx_tile amx_bf16"
 
 
 @pytest.fixture
@@ -176,32 +176,46 @@ def test_a_compiler_that_fails_says_what_it_said(folder: Path, monkeypatch: pyte
         library.load_tile("avx2")
 
 
-@pytest.mark.parametrize("knows_avx2", [True, False])
+@pytest.mark.parametrize("unknown", ["amx", "avx512bf16", "avx2"])
 def test_a_compiler_too_old_for_the_best_tile_builds_the_next_and_says_so_once(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, knows_avx2: bool
+    folder: Path, monkeypatch: pytest.MonkeyPatch, unknown: str
 ):
     (folder.parent / "cpuinfo").write_text(ALL_FLAGS)
     monkeypatch.setattr(library, "_CPU_INFO", folder.parent / "cpuinfo")
     monkeypatch.setenv(library.CHOICE, "auto")
     compiler = Path(shutil.which("g++") or "")
-    unknown = "*avx512bf16*" if knows_avx2 else "*avx2*"
-    refuses = f'case "$*" in {unknown}) echo unrecognized option >&2; exit 1;; esac'
+    refuses = f'case "$*" in *-m{unknown}*) echo unrecognized option >&2; exit 1;; esac'
     compiler.write_text(compiler.read_text().replace("\n", f"\n{refuses}\n", 1))
     forget()
+    runs_one = unknown != "avx2"
     with structlog.testing.capture_logs() as lines:
-        assert (library.load() is not None) is knows_avx2
+        assert (library.load() is not None) is runs_one
     [line] = [line for line in lines if line["log_level"] == "warning"]
     assert line["problem"] == "g++ failed: unrecognized option"
-    assert line["running"] == ("another tile" if knows_avx2 else "slower, in plain PyTorch")
+    assert line["running"] == ("another tile" if runs_one else "slower, in plain PyTorch")
+
+
+def test_where_linux_refuses_amx_the_next_tile_runs(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    (folder.parent / "cpuinfo").write_text(ALL_FLAGS)
+    monkeypatch.setattr(library, "_CPU_INFO", folder.parent / "cpuinfo")
+    monkeypatch.setattr(library, "_XFEATURE_XTILEDATA", 62)  # there is none of this number
+    monkeypatch.setenv(library.CHOICE, "auto")
+    with structlog.testing.capture_logs() as lines:
+        assert library.load() is not None
+    [line] = [line for line in lines if line["log_level"] == "warning"]
+    assert line["problem"].startswith("no AMX for this process: ")
+    assert line["running"] == "another tile"
+    assert len([*folder.glob("avx512-*.so")]) == 1
 
 
 @pytest.mark.parametrize(
     ("flags", "choice", "problem"),
     [
-        ("avx2 fma", "avx512", "of avx512, avx2 it runs avx2"),
-        ("sse4_2", "auto", "of avx512, avx2 it runs none"),
-        ("sse4_2", "avx2", "of avx512, avx2 it runs none"),
-        ("avx2 fma", "neon", "need one of auto, avx512, avx2, off"),
+        (ALL_FLAGS.replace("amx_bf16", ""), "amx", "of amx, avx512, avx2 it runs avx512, avx2"),
+        ("avx2 fma", "avx512", "of amx, avx512, avx2 it runs avx2"),
+        ("sse4_2", "auto", "of amx, avx512, avx2 it runs none"),
+        ("sse4_2", "avx2", "of amx, avx512, avx2 it runs none"),
+        ("avx2 fma", "neon", "need one of auto, amx, avx512, avx2, off"),
         ("avx2 fma", "off", "=off"),
     ],
 )
@@ -223,7 +237,7 @@ def test_a_tile_that_the_cpu_does_not_run_leaves_plain_pytorch(
 def test_the_best_tile_of_a_cpu_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(library, "_CPU_INFO", tmp_path / "cpuinfo")
     (tmp_path / "cpuinfo").write_text(ALL_FLAGS)
-    assert library.choose("auto") == ["avx512", "avx2"]
+    assert library.choose("auto") == ["amx", "avx512", "avx2"]
     (tmp_path / "cpuinfo").write_text("flags : avx2 fma avx512f")
     assert library.choose("auto") == ["avx2"]
     (tmp_path / "cpuinfo").unlink()

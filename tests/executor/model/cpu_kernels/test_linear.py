@@ -81,6 +81,22 @@ def test_rows_stand_alone(kernels: Library):
     assert_rows_stand_alone(lambda rows: linear(kernels, x[rows], packed, 300), len(x))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("exponent", [-63, -128])  # products, or rows, are denormal or nearly so
+@pytest.mark.parametrize("width", [2, 32, 46, 160])
+def test_rows_of_tiny_numbers_stand_alone(
+    kernels: Library, width: int, exponent: int, dtype: torch.dtype
+):
+    x, weight, scales = random_bf16(67, width), random_bf16(40, width, seed=1), None
+    x *= 2.0**exponent
+    if dtype is torch.int8:
+        weight, scales = (weight * 40).to(dtype), pad_bias(torch.rand(40))
+    elif exponent == -63:
+        weight *= 2.0**exponent
+    packed = pack(weight)
+    assert_rows_stand_alone(lambda rows: linear(kernels, x[rows], packed, 40, None, scales), 67)
+
+
 def test_an_odd_width_is_refused():
     with pytest.raises(ValueError, match="a width of 63"):
         pack(random_bf16(32, 63))
