@@ -241,8 +241,8 @@ async def restarts(size: Size, log_dir: Path) -> tuple[Line, Line]:
         "the KV of those who ran on the other executor",
         f"≥ {REQUIRED_KEPT:.0%} of their tokens are not computed again",
         str(kept),
-        kept.num_tokens > 0,
-        kept.share >= REQUIRED_KEPT,
+        not report.wrong,
+        kept.num_tokens > 0 and kept.share >= REQUIRED_KEPT,
     )
 
 
