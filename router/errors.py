@@ -170,6 +170,9 @@ class DeadlineExceeded(RpcError):
     code = StatusCode.DEADLINE_EXCEEDED
     reason = "DEADLINE_EXCEEDED"
 
+    def __init__(self, missed: str, after_s: float) -> None:
+        super().__init__(f"the request had not {missed} {after_s:.3g} s after its arrival")
+
 
 class Cancelled(RpcError):
     code = StatusCode.CANCELLED

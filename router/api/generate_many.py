@@ -22,13 +22,14 @@ from router.api.messages import (
     begin_response,
     name_request,
     read_request,
+    read_timeout,
     tagged_error,
     take_response,
 )
 from router.api.text import Tokenizer
 from router.api.unknown_fields import refuse_unknown_fields
 from router.engine.engines import Engines
-from router.errors import Cancelled, InvalidRequest
+from router.errors import Cancelled, DeadlineExceeded, InvalidRequest
 from router.requests.callers import DEFAULTS, CallerSettings
 from router.requests.request import Listener, Request, Sequence
 
@@ -76,6 +77,7 @@ class ManyCall:
         self._begun: list[serving_pb2.TaggedResponse] = []  # to be sent
         self._refusals: asyncio.Queue[serving_pb2.TaggedError] = asyncio.Queue(MAX_REFUSALS)
         self._was_taken = asyncio.Event()
+        self._was_prepared = asyncio.Event()
 
     async def run(
         self, messages: AsyncIterator[serving_pb2.GenerateManyRequest], write: Write
@@ -147,31 +149,48 @@ class ManyCall:
         if tag in self._live or tag in self._preparing:
             problem = f"{tag} is that of a request that still runs on this stream; use another"
             raise self._counted(InvalidRequest("tag", problem))
-        arrival_time = asyncio.get_running_loop().time()
-        if not _needs_process(message):
-            return await self._submit(tag, message, arrival_time)
-        name = name_request(message)
+        arrival_time, name = asyncio.get_running_loop().time(), name_request(message)
         try:
-            refuse_unknown_fields(message)  # which bounds what it takes while it waits
-        except InvalidRequest as error:
-            return await self._refuse(tag, error, name)
-        size = max(message.ByteSize(), MIN_UNPREPARED_BYTES)
+            if _needs_process(message):
+                await self._put_off(tag, name, message, arrival_time)
+            else:
+                await self._submit(tag, message, arrival_time)
+        except RpcError as error:
+            await self._refuse(tag, error, name)
+
+    async def _put_off(
+        self, tag: int, name: str, message: serving_pb2.GenerateRequest, arrival_time: float
+    ) -> None:
+        """Has a request submitted once its grammar or prompt is made; returns when it has its place in line."""
+        timeout_s = read_timeout(message)
+        data = message.SerializeToString()  # many empty parts take sixty times as much when parsed
+        size = max(len(data), MIN_UNPREPARED_BYTES)
         while self._preparing and self._num_unprepared_bytes + size > MAX_UNPREPARED_BYTES:
-            await asyncio.wait(self._preparing.values(), return_when=asyncio.FIRST_COMPLETED)
+            self._was_prepared.clear()
+            await self._was_prepared.wait()
         self._num_unprepared_bytes += size
-        submitting = asyncio.create_task(self._prepare(tag, message, arrival_time), name=name)
-        self._preparing[tag] = submitting
+        preparing = self._prepare(tag, name, data, arrival_time, timeout_s)
+        self._preparing[tag] = submitting = asyncio.create_task(preparing, name=name)
         submitting.add_done_callback(partial(self._on_submitted, tag, size))
 
     async def _prepare(
-        self, tag: int, message: serving_pb2.GenerateRequest, arrival_time: float
+        self, tag: int, name: str, data: bytes, arrival_time: float, timeout_s: float | None
     ) -> None:
-        async with self._room:
-            await self._submit(tag, message, arrival_time)
+        deadline = None if timeout_s is None else arrival_time + timeout_s
+        try:
+            async with asyncio.timeout_at(deadline), self._room:
+                message = serving_pb2.GenerateRequest.FromString(data)
+                await self._submit(tag, message, arrival_time)
+        except RpcError as error:
+            await self._refuse(tag, error, name)
+        except TimeoutError:
+            assert timeout_s is not None
+            await self._refuse(tag, DeadlineExceeded("been taken", timeout_s), name)
 
     def _on_submitted(self, tag: int, size: int, submitting: asyncio.Task[None]) -> None:
         del self._preparing[tag]
         self._num_unprepared_bytes -= size
+        self._was_prepared.set()
         if not submitting.cancelled() and submitting.exception() is not None:
             self._failed = submitting
         self._listener.wake()
@@ -192,29 +211,28 @@ class ManyCall:
     async def _submit(
         self, tag: int, message: serving_pb2.GenerateRequest, arrival_time: float
     ) -> None:
-        request_id = name_request(message)
+        self._engines.check_room(is_resumed=message.HasField("resume"))
+        request = await read_request(
+            message,
+            model=self._engines.model,
+            tokenizer=self._tokenizer,
+            listener=self._listener,
+            arrival_time=arrival_time,
+            tag=tag,
+            caller=self._caller,
+            settings=self._settings,
+        )
+        self._live[tag] = request
+        if not request.is_columnar:
+            self._detailed[tag] = request
         try:
-            self._engines.check_room(is_resumed=message.HasField("resume"))
-            request = await read_request(
-                message,
-                model=self._engines.model,
-                tokenizer=self._tokenizer,
-                listener=self._listener,
-                arrival_time=arrival_time,
-                tag=tag,
-                caller=self._caller,
-                settings=self._settings,
-            )
-            self._live[tag] = request
-            if not request.is_columnar:
-                self._detailed[tag] = request
             self._engines.submit(request)
-            if begin := begin_response(request):
-                self._begun.append(serving_pb2.TaggedResponse(tag=tag, response=begin))
-                self._listener.wake()
-        except RpcError as error:
+        except RpcError:
             self._forget(tag)
-            await self._refuse(tag, error, request_id)
+            raise
+        if begin := begin_response(request):
+            self._begun.append(serving_pb2.TaggedResponse(tag=tag, response=begin))
+            self._listener.wake()
 
     async def _refuse(self, tag: int, error: RpcError, request_id: str) -> None:
         await self._refusals.put(tagged_error(tag, self._counted(error), request_id))

@@ -136,7 +136,7 @@ async def read_request(
     _check_request_id(message)
     _check_range("n", message.n, 0, MAX_N)
     _check_range("priority", message.priority, MIN_PRIORITY, settings.max_priority_of(caller))
-    timeout_s = _read_timeout(message, call_timeout_s)
+    timeout_s = read_timeout(message, call_timeout_s)
     resume = _read_resume(message, model)
     sampling = _read_sampling(message, model)
     output = _read_output(message, model, tokenizer)
@@ -268,10 +268,14 @@ def _check_prompt(digest: bytes, prompt: Int32Array) -> None:
         raise ResumeMismatch("prompt_digest", digest.hex(), here.hex())
 
 
-def _read_timeout(
-    message: serving_pb2.GenerateRequest, call_timeout_s: float | None
+def read_timeout(
+    message: serving_pb2.GenerateRequest, call_timeout_s: float | None = None
 ) -> float | None:
-    """Returns the shorter of the request's and the call's, or None if there is neither."""
+    """Returns the shorter of the request's and the call's in seconds, or None if there is neither.
+
+    Raises:
+        InvalidRequest: It is over already.
+    """
     if not message.HasField("timeout"):
         return call_timeout_s
     timeout_s = message.timeout.seconds + message.timeout.nanos / 1e9

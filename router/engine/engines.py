@@ -379,7 +379,6 @@ class Engines:
         self.cancel(request, _overdue(request, "ended"))
 
 
-def _overdue(request: Request, what: str) -> DeadlineExceeded:
+def _overdue(request: Request, missed: str) -> DeadlineExceeded:
     assert request.deadline is not None
-    after_s = request.deadline - request.arrival_time
-    return DeadlineExceeded(f"the request had not {what} {after_s:.3g} s after its arrival")
+    return DeadlineExceeded(missed, request.deadline - request.arrival_time)

@@ -18,7 +18,6 @@ from router.api.generate_many import (
     MIN_UNPREPARED_BYTES,
     ManyCall,
 )
-from router.api.unknown_fields import MAX_REPEATED
 from router.errors import QueueFull
 from tests.router.support.calls import connected, prompt
 from tests.router.support.fake_engines import FakeEngines, serve
@@ -199,35 +198,40 @@ async def test_a_request_that_waits_for_its_grammar_has_arrived_before(
     assert max(request.arrival_time for request in arrivals) <= read_time
 
 
-async def test_a_chat_of_too_many_messages_is_refused_before_it_waits(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    "number", [0, MAX_PREPARING]
+)  # its grammar is being built; it waits for that
+async def test_a_request_whose_time_is_over_ends_while_its_grammar_is_not_built(
+    number: int, monkeypatch: pytest.MonkeyPatch
 ):
     engines = FakeEngines()
     engines.echoes = True
-    is_refused = asyncio.Event()
+    has_ended = asyncio.Event()
     errors: list[pb.TaggedError] = []
-    chat = pb.Chat(messages=[pb.ChatMessage()] * (MAX_REPEATED + 1))
 
     async def grammar_of(kind: str, text: str) -> str:
-        await is_refused.wait()
+        await has_ended.wait()
         return text
 
     async def starts() -> AsyncIterator[pb.GenerateManyRequest]:
-        for tag in range(MAX_PREPARING):
+        for tag in range(MAX_PREPARING + 1):
             start = prompt(constraint=pb.Constraint(regex="a"))
+            if tag == number:
+                start.timeout.FromMilliseconds(1)
             yield pb.GenerateManyRequest(tag=tag, start=start)
-        yield pb.GenerateManyRequest(tag=MAX_PREPARING, start=pb.GenerateRequest(chat=chat))
 
     async def write(message: pb.GenerateManyResponse) -> None:
         if message.errors:
             errors.extend(message.errors)
-            is_refused.set()
+            has_ended.set()
 
     monkeypatch.setattr(constraints._kept, "grammar_of", grammar_of)
     call = ManyCall(engines, None, engines.listeners.open())  # type: ignore[arg-type]
     await asyncio.wait_for(call.run(starts(), write), 60)
-    assert [(error.tag, error.reason) for error in errors] == [(MAX_PREPARING, "INVALID_REQUEST")]
-    assert engines.measures.refused["INVALID_REQUEST"] == 1
+    assert [(error.tag, error.reason) for error in errors] == [(number, "DEADLINE_EXCEEDED")]
+    assert errors[0].message == "the request had not been taken 0.001 s after its arrival"
+    assert engines.measures.refused["DEADLINE_EXCEEDED"] == 1
+    assert engines.arrivals.qsize() == MAX_PREPARING
 
 
 @pytest.mark.parametrize("fails", ["request", "stream"])

@@ -103,7 +103,7 @@ class FakeEngines:
             raise RequestExists(request.request_id)
         self.live[name], request.served = request, self.model
         if request.deadline is not None:
-            error = DeadlineExceeded("the request's time is over")
+            error = DeadlineExceeded("been taken", 0.0)
             loop = asyncio.get_running_loop()
             request.expiry = loop.call_at(request.deadline, self.cancel, request, error)
         self.arrivals.put_nowait(request)
