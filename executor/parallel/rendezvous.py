@@ -487,12 +487,12 @@ def _bind(host: str, port: int) -> socket.socket:
         except OSError:
             bound.close()
             raise
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a name that can be none is a ValueError
         raise _cannot_listen(host, port, error) from error
     return bound
 
 
-def _cannot_listen(host: str, port: int, error: OSError) -> OSError:
+def _cannot_listen(host: str, port: int, error: Exception) -> OSError:
     return OSError(
         f"the rendezvous store cannot listen on {host}, port {port or 'any'}: {error}; the "
         f"first executor of a group needs a host of its own machine: set advertised_host, or "

@@ -254,11 +254,11 @@ class ElasticPolicy:
         Raises:
             ExecutorLost: They are. Says for how long.
         """
-        last = max(self._held.values(), default=float("-inf"))
-        wait_s = last + self._settings.first_form_wait_s - now
-        if not candidates or wait_s <= 0:
+        held = self._held_lately(now)
+        if not candidates or not held:
             return
-        if not any(each.num_placed or each.address in self._held for each in candidates):
+        if not any(each.num_placed or each.address in held for each in candidates):
+            wait_s = max(held.values()) + self._settings.first_form_wait_s - now
             raise ExecutorLost(
                 f"only spares answer, {len(candidates)}, and no executor of the group that another router drove: "
                 f"one is waited for, for {wait_s:.0f} s"
@@ -282,9 +282,11 @@ class ElasticPolicy:
 
     def note_held(self, now: float, addresses: Iterable[str]) -> None:
         """Notes that another router drives these executors."""
+        self._held = self._held_lately(now) | dict.fromkeys(addresses, now)
+
+    def _held_lately(self, now: float) -> dict[str, float]:
         since = now - self._settings.first_form_wait_s
-        recent = {address: time for address, time in self._held.items() if time >= since}
-        self._held = recent | dict.fromkeys(addresses, now)
+        return {address: time for address, time in self._held.items() if time > since}
 
     def note_formed(self, now: float, formation: Formation) -> None:
         """Notes that a group of `choose` has formed; its members hold what it says."""

@@ -13,11 +13,11 @@ NUM_CALLS = 3
 def test_calls_run_at_the_same_time_and_the_next_ones_in_the_same_threads() -> None:
     threads, together = ReusedThreads("test"), threading.Barrier(NUM_CALLS, timeout=TIMEOUT_S)
 
-    def call() -> int:
+    def call() -> threading.Thread:
         together.wait()
-        return threading.get_ident()
+        return threading.current_thread()  # its number may be another one's later
 
-    def run_all() -> set[int]:
+    def run_all() -> set[threading.Thread]:
         calls = [threads.submit(call) for _ in range(NUM_CALLS)]
         return {each.result() for each in calls}
 
@@ -28,13 +28,13 @@ def test_calls_run_at_the_same_time_and_the_next_ones_in_the_same_threads() -> N
 
 def test_a_thread_whose_call_has_failed_is_used_again() -> None:
     threads = ReusedThreads("test")
-    idents: list[int] = []
+    ran: list[threading.Thread] = []
 
     def fail() -> None:
-        idents.append(threading.get_ident())
+        ran.append(threading.current_thread())
         raise ValueError("it fails")
 
     for _ in range(2):
         with pytest.raises(ValueError, match="it fails"):
             threads.submit(fail).result()
-    assert len(set(idents)) == 1
+    assert ran[0] is ran[1]

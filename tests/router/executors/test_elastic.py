@@ -109,6 +109,15 @@ def test_a_router_that_stands_by_forgets_executors_that_its_driver_has_not_had_f
     group.note_held(180, ["b"])
     with pytest.raises(ExecutorLost, match="only spares answer"):
         group.choose(181, again)
+    assert names(group.choose(240, again)) == "a", "none is waited for any more"
+
+
+def test_an_executor_that_was_its_drivers_long_ago_is_a_spare_whenever_that_is_asked() -> None:
+    group, again = policy(1, 1), executors("a", instance="again")
+    group.note_held(100, ["a", "b"])
+    group.note_held(159, ["b"])
+    with pytest.raises(ExecutorLost, match="one is waited for, for 9 s"):
+        group.choose(210, again)
 
 
 def test_a_lost_executor_is_replaced_by_a_spare_and_the_others_keep_their_order() -> None:
