@@ -23,8 +23,9 @@ VALIDATE, SET, COUNT_KEYS = 0, 1, 7
 STORE_MAGIC = 0x3C85F7CE
 VALUE_BYTES = 1 << 20
 SECRET = bytes(32)  # of an epoch
-JOINED, LOST = '"event": "joined"', '"event": "group_lost"'
+READY, LOST = '"event": "group_ready"', '"event": "group_lost"'
 FORMING_S = 1.5  # in which one member of a group that forms stands still
+LIMIT_S = 25.0  # for what should take a second or two
 
 
 def epoch_leaps(target: Target) -> Outcome:
@@ -125,12 +126,13 @@ def _forming_s(target: Target, num_strangers: int) -> tuple[float, int]:
                     strangers.enter_context(socket.create_connection(address, 0.02))
                     num_met += 1
 
-    num_joins, num_losses = _num_joins(target), _num_losses(target)
+    num_ready, num_losses = _num_logged(target, READY), _num_logged(target, LOST)
     with contextlib.ExitStack() as strangers:
         os.kill(target.pids[-1], signal.SIGSTOP)
         try:
-            while _num_losses(target) == num_losses:  # the longer, the longer it was silent before
-                time.sleep(0.01)
+            end = time.monotonic() + LIMIT_S
+            while _num_logged(target, LOST) == num_losses and time.monotonic() < end:
+                time.sleep(0.01)  # the longer, the longer it was silent before
             end = time.monotonic() + FORMING_S
             while time.monotonic() < end:
                 meet()
@@ -138,22 +140,15 @@ def _forming_s(target: Target, num_strangers: int) -> tuple[float, int]:
         finally:
             os.kill(target.pids[-1], signal.SIGCONT)
         begun = time.monotonic()
-        while _num_joins(target) < num_joins + len(target.pids):
-            if time.monotonic() > begun + 25:
-                break
+        while _num_logged(target, READY) == num_ready and time.monotonic() < begun + LIMIT_S:
             meet()  # the store, and what members listen on, are there only now
             time.sleep(0.002)
         return time.monotonic() - begun, num_met
 
 
-def _num_joins(target: Target) -> int:
-    """Returns how often executors have joined a group, as their logs tell."""
-    return sum(log.read_text().count(JOINED) for log in target.log_dir.glob("executor-*.log"))
-
-
-def _num_losses(target: Target) -> int:
-    """Returns how often the router has lost the group, as its log tells."""
-    return (target.log_dir / "router.log").read_text().count(LOST)
+def _num_logged(target: Target, event: str) -> int:
+    """Returns how often the router's log tells of an event."""
+    return (target.log_dir / "router.log").read_text().count(event)
 
 
 def half_scrapes(target: Target) -> Outcome:
