@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +49,14 @@ def forget() -> None:
     """Forgets what was loaded, and the compiler."""
     for cached in (library.load_tile, library._find, library._compiler):
         cached.cache_clear()
+
+
+@pytest.mark.parametrize("tile", library.TILES)
+def test_each_tile_compiles_also_where_the_cpu_does_not_run_it(tile: str):
+    arguments = *library._flags(tile), "-fsyntax-only", "-Wall", "-Werror"
+    command = library._COMPILER, *arguments, str(SOURCES / "kernels.cpp")
+    compiled = subprocess.run(command, capture_output=True, text=True)
+    assert compiled.returncode == 0, compiled.stderr
 
 
 def test_kernels_and_their_arguments_are_numbered_and_named_as_the_sources_have_them():
