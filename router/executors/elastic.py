@@ -220,7 +220,7 @@ class ElasticPolicy:
         size, _ = self._sizes(candidates)
         needed = self._needed(now, candidates)
         least = min(-(-needed // _num_peers(candidates)), size)
-        ready = self._plan([*staying, *free][:size])
+        ready = self._plan(self._filled(staying, free, size))
         is_quick = ready is not None and all(
             ready.can_join(member) for team in free if team in ready.teams for member in team
         )
@@ -496,8 +496,8 @@ class ElasticPolicy:
         """Returns the DP ranks whose executors all stay, in their order, and those that could be new.
 
         Executors whose peers are gone are new ones. Those without room for the group's size come last of
-        these; addresses that had a place come first, then who has been there for longest, then in the
-        order given.
+        these; to a router that has no members yet, those come first that were placed before; then addresses
+        that had a place, then who has been there for longest, then in the order given.
         """
         there = {candidate.name: candidate for candidate in candidates}
         staying = [
@@ -507,9 +507,11 @@ class ElasticPolicy:
         ]
         ranks = {member.address: rank for rank, member in enumerate(self._members())}
 
-        def preference(candidate: Candidate) -> tuple[bool, int, float]:
-            since, rank = self._history[candidate.address].since, ranks.get(candidate.address)
-            return not self._has_room(candidate), len(ranks) if rank is None else rank, since
+        def preference(candidate: Candidate) -> tuple[bool, bool, int, float]:
+            is_new = bool(ranks) or not candidate.num_placed
+            rank = ranks.get(candidate.address, len(ranks))
+            since = self._history[candidate.address].since
+            return not self._has_room(candidate), is_new, rank, since
 
         others = sorted(there.values(), key=preference)
         if not others:
@@ -519,6 +521,28 @@ class ElasticPolicy:
             for rank in range(others[0].attn_tp_size)
         ]
         return staying, list(zip(*by_rank, strict=False))
+
+    def _filled(self, staying: Sequence[Team], free: Sequence[Team], size: int) -> list[Team]:
+        """Returns the DP ranks that stay and as many others as the group lacks, in their order.
+
+        They are chosen one after the other, so that few experts are loaded: of those with room for the
+        group's size, the first that holds most experts which none before it holds; then the rest likewise.
+        """
+
+        def held(team: Team) -> set[int]:
+            num_slots = num_slots_for(team[0].num_experts, size * len(team))
+            return {expert for member in team for expert in member.held[:num_slots]} - {GHOST}
+
+        def preference(team: Team) -> tuple[bool, int]:
+            return all(map(self._has_room, team)), len(held(team) - there)
+
+        teams, left = list(staying[:size]), list(free)
+        there = set[int]().union(*map(held, teams))
+        while left and len(teams) < size:
+            teams.append(best := max(left, key=preference))
+            left.remove(best)
+            there |= held(best)
+        return [team for team in [*staying, *free] if team in teams]
 
     def _replacements(self, newcomers: Sequence[Team]) -> Iterable[tuple[Candidate, Formation]]:
         """Yields the spares that could take the place of no member yet, and whose they should."""

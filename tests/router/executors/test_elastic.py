@@ -82,6 +82,15 @@ def test_a_router_that_comes_to_a_group_waits_for_those_that_were_in_it_and_not_
     assert names(group.choose(2.0, both[:1])) == "a"
 
 
+@pytest.mark.parametrize("loads_ahead", [False, True])
+def test_a_router_that_comes_to_a_group_prefers_those_that_were_in_it(loads_ahead: bool) -> None:
+    before = form(policy(2, 1), 0, executors("bc"))
+    members = [replace(staged(member, before), num_placed=2) for member in before.members]
+    spare = executor("a", held=members[1].held if loads_ahead else (GHOST,) * NUM_EXPERTS)
+    after = policy(2, 1).choose(1, [spare, *members])
+    assert (names(after), [*map(after.missing, after.members)]) == ("bc", [0, 0])
+
+
 def test_a_router_that_stands_by_makes_no_group_of_its_drivers_spares_but_after_a_while() -> None:
     group, spare = policy(1, 1), executors("c")
     group.note_held(100, ["a"])
@@ -158,6 +167,31 @@ def test_a_spare_that_would_have_to_load_much_does_so_behind_the_traffic() -> No
     lost = "b" if "b" not in {each.address for each in target.members} else "a"
     stays = executors({"a": "b", "b": "a"}[lost], expert_bytes=LARGE)
     assert group.choose(11, [*stays, ready]).change is Change.REPLACE
+
+
+@pytest.mark.parametrize("least", [1, 2])
+@pytest.mark.parametrize("lost", ["b", "c"])
+def test_of_two_spares_the_one_takes_a_place_that_has_loaded_the_experts_of_it(
+    lost: str, least: int
+) -> None:
+    group, world = policy(2, least), executors("bcxy", expert_bytes=LARGE)
+    before = form(group, 0, world)
+    spares = [staged(spare, target) for spare, target in group.review(1, world[2:]).stages]
+    stays = [staged(member, before) for member in before.members if member.address != lost]
+    after = form(group, 2, [*stays, *spares])
+    assert (after.change, [*map(after.missing, after.members)]) == (Change.REPLACE, [0, 0])
+
+
+def test_two_places_go_to_spares_that_have_loaded_the_experts_of_one_each() -> None:
+    group, world = policy(4, 1), executors("abcdvwxyz", expert_bytes=LARGE)
+    before = form(group, 0, world)
+    spares = {
+        each.address: staged(each, target) for each, target in group.review(1, world[4:]).stages
+    }
+    assert spares["z"].held == spares["v"].held, "one more than there are places"
+    stays = [staged(member, before) for member in before.members if member.address in "bc"]
+    after = group.choose(2, [*stays, *map(spares.__getitem__, "vzwxy")])
+    assert (names(after), [*map(after.missing, after.members)]) == ("bcvy", [0] * 4)
 
 
 def test_where_too_few_are_left_a_spare_loads_at_its_join() -> None:
@@ -413,7 +447,7 @@ def test_a_spare_without_room_for_the_groups_size_hides_none_that_has_it(
 ) -> None:
     group = policy(3, 1)
     form(group, 60, executors("ab"))
-    spares = [executor("c", **room), executor("d")]
+    spares = [executor("c", held=(6, 7), **room), executor("d")]
     group.review(61, spares)
     review = group.review(120, spares)
     assert review.grows

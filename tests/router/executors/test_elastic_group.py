@@ -543,6 +543,21 @@ async def test_a_router_that_takes_a_group_gives_it_the_size_that_it_was_told(
         assert info.addresses == tuple(executors[:after])
 
 
+async def test_a_router_that_takes_a_group_has_none_of_its_members_load_experts() -> None:
+    async with ElasticPeers(Strength(2, 1), PATIENT) as world:
+        members = [await world.start() for _ in range(2)]
+        await world.group.form()
+        spare = await world.start()
+        world.peers = {spare: world.at(spare), **world.peers}  # a router finds it first
+        async with standing_by(world) as other:
+            for peer in world.peers.values():
+                peer.driver.has_stream = False
+            with capture_logs() as logs:
+                await other.form()
+        [placed] = [record for record in logs if record["event"] == "group_placed"]
+        assert (placed["executors"], placed["loads"]) == (members, [0, 0])
+
+
 async def test_a_router_that_takes_a_group_goes_by_what_its_newest_epoch_was_told() -> None:
     """Executors of an epoch that did not form may have been told of longer sequences."""
     async with ElasticPeers(Strength(2, 1), PATIENT) as world:
