@@ -27,6 +27,7 @@ log = structlog.stdlib.get_logger(__name__)
 REVIEW_S = 1.0  # between looks at who is there
 REVIEWS = 4  # at least, in the time for which an executor has to be there
 STAGE_RETRY_S = 10.0  # until an executor that could not load is asked again
+LEFT = "SHUTTING_DOWN", "UNAVAILABLE", "CANCELLED"  # why Stage fails as its executor ends
 
 Stage = Callable[
     [str, pb.StageRequest], grpc.aio.UnaryStreamCall[pb.StageRequest, pb.StageResponse]
@@ -149,7 +150,8 @@ class Spares:
     async def _load(self, spare: Candidate, formation: Formation) -> None:
         """Has a spare load its experts of a formation; if it cannot, it is not asked for a while.
 
-        One that makes no progress is held off: the group would wait for it for ever.
+        Unless it has left, it is held off: the group would wait for it for ever, although another one could
+        take the place. What fails while it is held off does not count.
         """
         try:
             total = await self._stage_all(spare, formation)
@@ -158,10 +160,11 @@ class Spares:
             if isinstance(error, grpc.aio.AioRpcError):
                 reason = error_details(error).reason or error.code().name
                 problem = error.details() or ""
-            else:
-                self._policy.note_failed(self._clock(), spare.address)
+            now = self._clock()
+            if reason not in LEFT and self._policy.held_off_until(spare.address, now) <= now:
+                self._policy.note_failed(now, spare.address)
             log.warning("spare_not_staged", executor=spare.address, reason=reason, problem=problem)
-            self._retry_times[spare.address] = self._clock() + STAGE_RETRY_S
+            self._retry_times[spare.address] = now + STAGE_RETRY_S
         else:
             log.info("spare_staged", executor=spare.address, bytes=total)
             self.note_news()

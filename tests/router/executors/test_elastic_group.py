@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 
 from protos.executor.v1 import executor_pb2 as executor_pb
 from protos.serving.v1 import serving_pb2 as pb
+from protos.transport.errors import RpcError
 from router.errors import (
     ExecutorLeft,
     ExecutorLied,
@@ -22,12 +23,20 @@ from router.errors import (
     GroupMismatch,
 )
 from router.executors import group
-from router.executors.elastic import ElasticPolicy, Strength
+from router.executors.elastic import MAX_JOIN_BYTES, ElasticPolicy, Strength
 from router.executors.formation import Member
 from router.executors.group import ExecutorGroup, GroupSettings
 from router.executors.places import candidate_of
-from router.executors.spares import Spares
-from tests.router.support.peers import ElasticPeers, JoinFailed, Peer, error_of, nothing, run_step
+from router.executors.spares import Spares, Stage
+from tests.router.support.peers import (
+    ElasticPeers,
+    Gone,
+    JoinFailed,
+    Peer,
+    error_of,
+    nothing,
+    run_step,
+)
 from tests.support.virtual_clock import on_virtual_clock
 
 PATIENT = GroupSettings(step_timeout_s=120, min_step_deadline_s=120, silent_after_ms=0)
@@ -41,7 +50,20 @@ EAGER = GroupSettings(
 
 
 LoadFailed = error_of(grpc.StatusCode.UNAVAILABLE, "LOAD_FAILED")
+InvalidPlacement = error_of(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_PLACEMENT")
+Unexpected = error_of(grpc.StatusCode.UNKNOWN, "")  # of an exception that nobody foresaw
 ShuttingDown = error_of(grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN")
+
+
+def as_received(error: RpcError) -> grpc.aio.AioRpcError:
+    """Returns an executor's error as its router sees it."""
+    trailing = grpc.aio.Metadata(*error.trailing_metadata())
+    return grpc.aio.AioRpcError(error.code, grpc.aio.Metadata(), trailing, str(error))
+
+
+def has_large_experts(description: executor_pb.DescribeResponse) -> None:
+    """Has an executor say that no Join should load its experts."""
+    description.model.bytes_per_expert = MAX_JOIN_BYTES + 1
 
 
 async def fail_to_load() -> None:
@@ -251,17 +273,40 @@ async def test_spares_are_staged_while_the_group_serves_and_are_counted() -> Non
         await until(lambda: spares_of(world) == {})
 
 
+async def watch_spares(
+    peers: dict[str, Peer], strength: Strength, stage: Stage, stall_s: float = 100.0
+) -> tuple[ElasticPolicy, Spares, asyncio.Event]:
+    """Forms a group of the first peer, beside which the others are spares. The event: it should grow."""
+
+    async def describe(address: str) -> Member:
+        return Member(address, await peers[address].describe(executor_pb.DescribeRequest(), None))
+
+    async def describe_spares() -> list[Member]:
+        return [await describe(address) for address in others]
+
+    first, *others = peers
+    settings, now = replace(PATIENT, first_form_wait_s=0), asyncio.get_running_loop().time()
+    policy, grows = ElasticPolicy(strength, settings, now), asyncio.Event()
+    policy.note_formed(now, policy.choose(now, [candidate_of(await describe(first))]))
+    spares = Spares(
+        policy,
+        settings,
+        stall_s=stall_s,
+        describe=describe_spares,
+        stage=stage,
+        on_grow=grows.set,
+    )
+    spares.watch()
+    return policy, spares, grows
+
+
 @pytest.mark.parametrize("stalls", [True, False])
 @on_virtual_clock
 async def test_a_group_waits_for_a_spare_that_loads_slowly_and_not_for_one_that_loads_nothing(
     stalls: bool,
 ) -> None:
     peers = {address: Peer(0, 0, 0, 1, num_slots=8) for address in "abc"}
-    begun, slow, stall_s = 0.0, "b", 100.0
-
-    async def describe() -> list[Member]:
-        request = executor_pb.DescribeRequest()
-        return [Member(address, await peers[address].describe(request, None)) for address in "bc"]
+    slow, stall_s = "b", 100.0
 
     async def stage(address: str, request: executor_pb.StageRequest) -> AsyncIterator[Any]:
         for num_bytes in range(1, 11 if address == slow else 1):
@@ -270,22 +315,62 @@ async def test_a_group_waits_for_a_spare_that_loads_slowly_and_not_for_one_that_
         async for progress in peers[address].stage(request, None):
             yield progress
 
-    settings = replace(PATIENT, first_form_wait_s=0)
-    policy = ElasticPolicy(Strength(3, 1), settings, begun)
-    member = Member("a", await peers["a"].describe(executor_pb.DescribeRequest(), None))
-    policy.note_formed(begun, policy.choose(begun, [candidate_of(member)]))
-    grows, loop = asyncio.Event(), asyncio.get_running_loop()
-    spares = Spares(
-        policy, settings, stall_s=stall_s, describe=describe, stage=stage, on_grow=grows.set
-    )
-    spares.watch()
+    policy, spares, grows = await watch_spares(peers, Strength(3, 1), stage, stall_s)
     async with asyncio.timeout(20 * stall_s):
         await grows.wait()
     spares.stop()
-    assert (policy.held_off_until(slow, loop.time()) > 0) == stalls
+    now = asyncio.get_running_loop().time()
+    assert (policy.held_off_until(slow, now) > 0) == stalls
     assert (peers[slow].resident[0] == -1) == stalls, "it had to load all before"
     assert spares.number == (1 if stalls else 2), "one that is held off takes no place"
     assert peers["c"].resident[0] != -1
+
+
+@pytest.mark.parametrize("failure", [LoadFailed, InvalidPlacement, Unexpected])
+@on_virtual_clock
+async def test_a_spare_that_cannot_load_is_held_off_and_its_group_grows_by_the_one_behind_it(
+    failure: type[RpcError],
+) -> None:
+    peers = {address: Peer(0, 0, 0, 1, num_slots=8) for address in "abc"}
+    for peer in peers.values():
+        peer.describes = has_large_experts
+    broken = "b"
+
+    async def stage(address: str, request: executor_pb.StageRequest) -> AsyncIterator[Any]:
+        if address == broken:
+            peers[address].staged.append(request)
+            raise as_received(failure("not here"))
+        async for progress in peers[address].stage(request, None):
+            yield progress
+
+    begun = asyncio.get_running_loop().time()
+    policy, spares, grows = await watch_spares(peers, Strength(2, 1), stage)
+    async with asyncio.timeout(600):
+        await grows.wait()
+    spares.stop()
+    assert peers["c"].resident[0] != -1
+    assert len(peers[broken].staged) > 1
+    now = asyncio.get_running_loop().time()
+    assert policy.held_off_until(broken, now) == begun + 60, "it counts once while it is held off"
+
+
+@on_virtual_clock
+async def test_a_spare_that_ends_while_it_loads_is_not_held_off() -> None:
+    peers = {address: Peer(0, 0, 0, 1, num_slots=8) for address in "ab"}
+    ends, staged = [ShuttingDown("it was told to stop"), Gone("nobody listens")], asyncio.Event()
+
+    async def stage(address: str, request: executor_pb.StageRequest) -> AsyncIterator[Any]:
+        if ends:
+            raise as_received(ends.pop())
+        async for progress in peers[address].stage(request, None):
+            yield progress
+        staged.set()
+
+    policy, spares, _ = await watch_spares(peers, Strength(2, 1), stage)
+    async with asyncio.timeout(600):
+        await staged.wait()
+    spares.stop()
+    assert policy.held_off_until("b", asyncio.get_running_loop().time()) == 0
 
 
 async def test_an_executor_that_was_told_to_stop_is_taken_back_without_being_held_off() -> None:
