@@ -99,13 +99,17 @@ class Spares:
         self._is_news.set()
 
     def stop(self) -> None:
-        """Looks after them no more. What they load is cut off, and what they have loaded stays."""
+        """Looks after them no more. What they load is cut off, and what they have loaded stays.
+
+        None is known until `watch` has seen it: the group may form with it, or it may have died.
+        """
         for task in (self._watching, *self._staging.values()):
             if task is not None:
                 task.cancel()
         self._watching = None
         self._staging.clear()
         self._retry_times.clear()
+        self._states = {}
 
     async def _watch(self) -> None:
         while True:

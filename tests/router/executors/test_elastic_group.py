@@ -273,6 +273,23 @@ async def test_spares_are_staged_while_the_group_serves_and_are_counted() -> Non
         await until(lambda: spares_of(world) == {})
 
 
+async def test_a_spare_that_took_a_place_is_none_to_try_suspects_with_before_others_are_seen() -> (
+    None
+):
+    """Else poison that has just killed it would be tried on the last executor."""
+    async with ElasticPeers(Strength(2, 1), EAGER) as world:
+        first, second, spare = [await world.start() for _ in range(3)]
+        await world.group.form()
+        await until(lambda: spare in spares_of(world))
+        for lost, left in ((second, (first, spare)), (spare, (first,))):
+            await world.stop(lost)
+            with pytest.raises(ExecutorLost):
+                await world.group.lost()
+            assert (await world.group.form()).addresses == left
+            assert spares_of(world) == {}
+        assert not world.group.may_try_suspects()
+
+
 async def watch_spares(
     peers: dict[str, Peer], strength: Strength, stage: Stage, stall_s: float = 100.0
 ) -> tuple[ElasticPolicy, Spares, asyncio.Event]:
@@ -318,11 +335,11 @@ async def test_a_group_waits_for_a_spare_that_loads_slowly_and_not_for_one_that_
     policy, spares, grows = await watch_spares(peers, Strength(3, 1), stage, stall_s)
     async with asyncio.timeout(20 * stall_s):
         await grows.wait()
+    assert spares.number == (1 if stalls else 2), "one that is held off takes no place"
     spares.stop()
     now = asyncio.get_running_loop().time()
     assert (policy.held_off_until(slow, now) > 0) == stalls
     assert (peers[slow].resident[0] == -1) == stalls, "it had to load all before"
-    assert spares.number == (1 if stalls else 2), "one that is held off takes no place"
     assert peers["c"].resident[0] != -1
 
 
