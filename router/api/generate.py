@@ -263,7 +263,7 @@ async def _write_responses(request: Request, write: Write) -> None:
             sequence = listener.ended.popleft()
             if response := take_response(sequence):
                 await write(response)
-            error = error or sequence.error  # all that still ran have it
+            error = error or sequence.error  # what still runs of the request ends with its call
             num_open -= 1
         if error is not None:
             raise error

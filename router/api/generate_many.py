@@ -264,12 +264,13 @@ class ManyCall:
         failed: dict[int, tuple[RpcError, str]] = {}
         while self._listener.ended:
             sequence = self._listener.ended.popleft()
-            tag = sequence.request.tag
+            request = sequence.request
             _add_response(message, sequence)
-            if sequence.error is not None:  # all sequences of a request that are live fail at once
-                failed[tag] = sequence.error, sequence.request.request_id
-            if not sequence.request.is_live:
-                self._forget(tag)
+            if (error := sequence.error) is not None:
+                failed[request.tag] = error, request.request_id
+                self._engines.cancel(request, error)  # its other sequences, which come next here
+            if not request.is_live:
+                self._forget(request.tag)
         message.errors.extend(tagged_error(tag, *failure) for tag, failure in failed.items())
         while not self._refusals.empty():
             message.errors.append(self._refusals.get_nowait())

@@ -265,18 +265,22 @@ class _Stream:
                     grpc.StatusCode.UNAVAILABLE, "the stream has ended", ErrorDetails()
                 )
             self.is_refusing = broke_off(self._failure)
+            self._call.cancel()  # its requests may go on on another one, and would meet themselves
             self._writing.cancel()
             for tag in list(self._running):
                 self._fail(tag, self._failure)
 
     def _receive(self, message: serving_pb2.GenerateManyResponse) -> None:
+        """Hands out what came. Under a tag that no request has, it is nobody's."""
         token_ids, num_tokens = _column("i", message.token_ids), _column("i", message.num_tokens)
         ends = itertools.accumulate(num_tokens)
         tags = _column("I", message.tags)
         for tag, count, end in zip(tags, num_tokens, ends, strict=True):
-            self._running[tag].take(token_ids[end - count : end])
+            if (running := self._running.get(tag)) is not None:
+                running.take(token_ids[end - count : end])
         for response in message.responses:
-            running = self._running[response.tag]
+            if (running := self._running.get(response.tag)) is None:
+                continue
             running.take(response.response)
             if response.response.HasField("finish"):
                 running.num_open -= 1
@@ -286,15 +290,14 @@ class _Stream:
                         running.ended.set_result(None)
         for error in message.errors:
             failure = failure_of_tag(error)
-            running = self._running[error.tag]
             if isinstance(failure, Unavailable):
                 self.is_refusing = True
             self._fail(error.tag, failure)
 
     def _fail(self, tag: int, failure: CallFailed) -> None:
-        ended = self._running.pop(tag).ended
-        if not ended.done():
-            ended.set_exception(failure)
+        running = self._running.pop(tag, None)
+        if running is not None and not running.ended.done():
+            running.ended.set_exception(failure)
 
 
 @dataclass(slots=True)

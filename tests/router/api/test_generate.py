@@ -15,7 +15,7 @@ from protos.serving.v1 import serving_pb2 as pb
 from protos.transport.error_details import error_details
 from router.api import constraints
 from router.api.text import Tokenizer
-from router.errors import Moved, QueueFull
+from router.errors import ConstraintFailed, Moved, QueueFull
 from router.requests.request import FinishReason, Request, Sequence
 from tests.router.support.calls import connected, failure, prompt, responses
 from tests.router.support.fake_engines import FakeEngines
@@ -362,6 +362,23 @@ async def test_a_request_that_fails_is_told_under_its_tag_once():
         [error] = message.errors
         assert (error.tag, error.reason) == (4, "CANCELLED")
         assert error.request_id == request.request_id
+        await stream.end()
+
+
+async def test_a_continuation_that_fails_ends_its_request_and_nothing_more_comes_under_the_tag():
+    async with streaming() as (engines, stream):
+        request = await stream.start(4, prompt(n=3))
+        engines.give(request.sequences[2], [9])
+        engines.fail(request.sequences[1], ConstraintFailed("too complex"))
+        message = await stream.read()
+        came = [(each.response.index, list(each.response.token_ids)) for each in message.responses]
+        assert came == [(2, [9])]
+        [error] = message.errors
+        assert (error.tag, error.reason) == (4, "CONSTRAINT_FAILED")
+        assert not request.is_live
+        again = await stream.start(4, prompt())
+        engines.finish(again.sequences[0])
+        assert [each.tag for each in (await stream.read()).responses] == [4]
         await stream.end()
 
 

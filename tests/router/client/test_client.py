@@ -31,7 +31,7 @@ from router.client import (
 )
 from router.client.client import _CHANNEL_OPTIONS
 from router.client.messages import to_chat
-from router.errors import NotReady, QueueFull
+from router.errors import ConstraintFailed, NotReady, QueueFull
 from router.requests.request import FinishReason, OutputOptions, SamplingParams, StopConditions
 from tests.router.support.calls import SAMPLING
 from tests.router.support.fake_engines import (
@@ -359,6 +359,79 @@ async def test_one_failure_on_a_stream_leaves_the_others_alone(engines: FakeEngi
             many.complete([5]), many.complete([5], n=65), many.complete([6]), return_exceptions=True
         )
         assert [type(result) for result in results] == [Completion, Rejected, Completion]
+
+
+async def test_a_continuation_that_fails_fails_its_request_and_no_other(
+    engines: FakeEngines, either: Client | Many
+):
+    failing = asyncio.create_task(either.complete_all([5], n=2))
+    request = await engines.arrivals.get()
+    other = asyncio.create_task(either.complete([6]))
+    [sequence] = (await engines.arrivals.get()).sequences
+    engines.fail(request.sequences[0], ConstraintFailed("too complex"))
+    with pytest.raises(Rejected) as caught:
+        await failing
+    assert caught.value.reason == "CONSTRAINT_FAILED"
+    is_live = request.is_live
+    engines.cancel(request)
+    engines.give(sequence, [7])
+    engines.finish(sequence)
+    completion = await other
+    assert (completion.token_ids, completion.num_resumes, is_live) == ([7], 0, False)
+
+
+class Scripted(serving_pb2_grpc.GenerationServiceServicer):
+    """Answers the first request of each stream by a script, and keeps the stream open."""
+
+    def __init__(self, *scripts: list[pb.GenerateManyResponse]) -> None:
+        self._scripts = iter(scripts)
+
+    async def GenerateMany(self, messages: Any, context: Any) -> None:
+        await anext(messages)
+        for message in next(self._scripts):
+            await context.write(message)
+        await anext(messages, None)
+
+    Generate = Cancel = GetModel = GetStatus = None  # type: ignore[assignment]
+
+
+def ended(tag: int) -> pb.GenerateManyResponse:
+    finish = pb.Finish(reason=pb.FINISH_REASON_LENGTH)
+    last = pb.GenerateResponse(token_ids=[7], finish=finish)
+    return pb.GenerateManyResponse(responses=[pb.TaggedResponse(tag=tag, response=last)])
+
+
+@asynccontextmanager
+async def scripted(*scripts: list[pb.GenerateManyResponse]) -> AsyncIterator[Many]:
+    async with (
+        listening(generation(Scripted(*scripts))) as target,
+        Client(target) as client,
+        client.many() as many,
+    ):
+        yield many
+
+
+async def test_what_comes_under_a_tag_that_no_request_has_harms_none():
+    late = pb.GenerateManyResponse(
+        tags=np.array([99], "<u4").tobytes(),
+        num_tokens=np.array([1], "<i4").tobytes(),
+        token_ids=np.array([5], "<i4").tobytes(),
+        errors=[pb.TaggedError(tag=99, code=grpc.StatusCode.INTERNAL.value[0])],
+    )
+    async with scripted([late, ended(99), ended(0)], [ended(1)]) as many:
+        completion = await many.complete([5])
+        assert (completion.token_ids, completion.num_resumes) == ([7], 0)
+
+
+async def test_a_stream_whose_answers_make_no_sense_is_cancelled():
+    """Its requests go on on another one, and would meet themselves."""
+    async with scripted([pb.GenerateManyResponse(tags=bytes(4))], [ended(1)]) as many:
+        completing = asyncio.create_task(many.complete([5]))
+        while not many._streams:
+            await asyncio.sleep(0)
+        call = many._streams[0]._call
+        assert (await completing).num_resumes == 1
+        assert call.cancelled()
 
 
 async def test_an_exception_in_the_block_cancels_the_stream(engines: FakeEngines):

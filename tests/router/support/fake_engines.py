@@ -117,8 +117,12 @@ class FakeEngines:
     def cancel(self, request: Request, error: RpcError | None = None) -> None:
         for sequence in request.sequences:
             if not sequence.is_ended:
-                sequence.error = error or Cancelled("the request was cancelled")
-                self._end(sequence)
+                self.fail(sequence, error or Cancelled("the request was cancelled"))
+
+    def fail(self, sequence: Sequence, error: RpcError) -> None:
+        """Ends one continuation with an error, whatever becomes of the others."""
+        sequence.error = error
+        self._end(sequence)
 
     def find(self, caller: Caller, request_id: str) -> Request | None:
         return self.live.get((caller, request_id))
