@@ -26,7 +26,7 @@ from router.client.messages import (
     failure_of_tag,
     to_request,
 )
-from router.client.resume import Attempts, Resumption, broke_off, with_patience
+from router.client.resume import Attempts, Resumption, no_end, with_patience
 
 Call = grpc.aio.StreamStreamCall[serving_pb2.GenerateManyRequest, serving_pb2.GenerateManyResponse]
 Taken = serving_pb2.GenerateResponse | list[int]  # a response, or tokens of a column
@@ -40,8 +40,8 @@ class Many:
 
     A request that meets Unavailable before anything came of it is sent again on a new stream, as
     gRPC does for calls, and one that breaks off goes on from the tokens that came, as those of
-    `Client.generate` do. What else fails is the caller's, and a stream that breaks for another reason
-    is not opened again.
+    `Client.generate` do. What else fails is the caller's, be it a request or the stream with all that
+    runs on it: where that has ended, the next request opens another.
 
     Leaving the block waits for what still runs; an exception cancels it.
 
@@ -178,7 +178,7 @@ class _Stream:
     """One GenerateMany call, and the requests that run on it.
 
     Attributes:
-        is_refusing: Whether its router takes no requests, or is gone.
+        is_refusing: Whether its router takes no requests, or it has ended.
 
     Args:
         call: As it was opened.
@@ -191,7 +191,6 @@ class _Stream:
         self._running: dict[int, _Running] = {}
         # One entry per request started or cancelled: its callers wait, so they bound it.
         self._outgoing: asyncio.Queue[serving_pb2.GenerateManyRequest | None] = asyncio.Queue()
-        self._failure: CallFailed | None = None
         self._has_begun = False  # anything came
         self._writing = asyncio.create_task(self._write())
         self._reading = asyncio.create_task(self._read(patient))
@@ -203,13 +202,7 @@ class _Stream:
     def start(
         self, tag: int, request: serving_pb2.GenerateRequest, take: Callable[[Taken], None]
     ) -> "_Running":
-        """Sends a request.
-
-        Raises:
-            CallFailed: The stream has broken.
-        """
-        if self._failure is not None:
-            raise self._failure
+        """Sends a request. Call it only while it `is_refusing` none."""
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         num_ended = sum(each.has_ended for each in request.resume.continuations)
         running = _Running(self, tag, take, ended, (request.n or 1) - num_ended)
@@ -249,6 +242,7 @@ class _Stream:
             pass  # the stream is over, and _read says why
 
     async def _read(self, patient: Callable[[Awaitable[Any]], Awaitable[Any]]) -> None:
+        failure: CallFailed = no_end()
         try:
             message = await patient(self._call.read())
             while message is not grpc.aio.EOF:
@@ -256,19 +250,15 @@ class _Stream:
                 self._receive(message)
                 message = await self._call.read()
         except Unavailable as error:
-            self._failure = error
+            failure = error
         except grpc.aio.AioRpcError as error:
-            self._failure = failure_of_call(error)
+            failure = failure_of_call(error)
         finally:
-            if self._failure is None:
-                self._failure = Unavailable(
-                    grpc.StatusCode.UNAVAILABLE, "the stream has ended", ErrorDetails()
-                )
-            self.is_refusing = broke_off(self._failure)
+            self.is_refusing = True
             self._call.cancel()  # its requests may go on on another one, and would meet themselves
             self._writing.cancel()
             for tag in list(self._running):
-                self._fail(tag, self._failure)
+                self._fail(tag, failure)
 
     def _receive(self, message: serving_pb2.GenerateManyResponse) -> None:
         """Hands out what came. Under a tag that no request has, it is nobody's."""

@@ -324,6 +324,35 @@ async def test_a_full_router_is_asked_again_when_it_says_so(
         engines.refusal = None
 
 
+async def test_a_router_that_lets_no_call_in_is_asked_again_when_it_says_so(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Such as one that still counts the calls which broke off."""
+    monkeypatch.setattr(QueueFull, "retry_delay_s", 0.01)
+    first, second = FakeEngines(), FakeEngines()
+    async with AsyncExitStack() as router:
+        target = await router.enter_async_context(serving(first))
+        async with Client(target) as client, client.many() as many:
+            asker: Asker = client if kind == "client" else many
+            deltas = asker.generate([5, 6])
+            coming = asyncio.create_task(anext(deltas))
+            give(first, await first.arrivals.get(), 7)
+            came = [await coming]
+            await router.aclose()
+            counted = [second.listeners.open() for _ in range(second.listeners.num_free)]
+            async with serving(second, int(target.rsplit(":", 1)[1])):
+                going_on = asyncio.create_task(all_of(deltas))
+                while not second.measures.refused["QUEUE_FULL"]:
+                    await asyncio.sleep(0)
+                with pytest.raises(Overloaded):  # one that never had a token is its caller's
+                    await asker.complete([8])
+                second.echoes = True
+                for listener in counted:
+                    second.listeners.close(listener)
+                came += await going_on
+    assert [token for delta in came for token in delta.token_ids] == [7, 5, 6]
+
+
 async def test_a_router_that_is_started_again_is_waited_for(kind: str):
     """Also by requests of which nothing came; but not one that never answered anything."""
     first, second = FakeEngines(), FakeEngines()
