@@ -129,6 +129,7 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
             self._check(request)
             found = self._engines.find(self.flow_of(context), request.request_id)
             if found is None:
+                self._engines.check_open()  # one that takes requests may have it
                 raise RequestNotFound(request.request_id)
             self._engines.cancel(found)
         return serving_pb2.CancelResponse()

@@ -141,7 +141,8 @@ class Client:
 
     def _connect(self) -> None:
         self._lanes: list[_Lane] = []
-        # Status and health are for routers that are not ready, too. It connects when it is used.
+        # Status, health and cancels are for routers that are not ready, too: requests may wait there. It
+        # connects when it is used.
         operator_channel = self._open_channel(SERVICE_CONFIG)
         self._operator_stub = serving_pb2_grpc.GenerationServiceStub(operator_channel)
         # Its messages have one field each, as these have: no further package is needed.
@@ -353,6 +354,7 @@ class Client:
 
         Raises:
             Rejected: No live request has this id.
+            Unavailable: No router that was asked has it, nor takes requests: another one may have it.
         """
         with self._calling():
             await self._operator_stub.Cancel(serving_pb2.CancelRequest(request_id=request_id))

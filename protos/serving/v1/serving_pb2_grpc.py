@@ -138,7 +138,8 @@ class GenerationServiceServicer:
 
     def Cancel(self, request, context):
         """Ends a live request of the same caller by its id, from any of its clients. Its call ends with
-        CANCELLED.
+        CANCELLED. A router that takes no requests, and has none of this id, answers as it answers those:
+        UNAVAILABLE, since another one may have it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -98,7 +98,8 @@ class GenerationServiceStub:
     """Returns the text of tokens."""
     Cancel: _grpc.UnaryUnaryMultiCallable[_serving_pb2.CancelRequest, _serving_pb2.CancelResponse]
     """Ends a live request of the same caller by its id, from any of its clients. Its call ends with
-    CANCELLED.
+    CANCELLED. A router that takes no requests, and has none of this id, answers as it answers those:
+    UNAVAILABLE, since another one may have it.
     """
     GetModel: _grpc.UnaryUnaryMultiCallable[_serving_pb2.GetModelRequest, _serving_pb2.GetModelResponse]
     """Describes the model served; UNAVAILABLE with NOT_READY until a group has formed."""
@@ -137,7 +138,8 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     """Returns the text of tokens."""
     Cancel: _aio.UnaryUnaryMultiCallable[_serving_pb2.CancelRequest, _serving_pb2.CancelResponse]  # type: ignore[assignment]
     """Ends a live request of the same caller by its id, from any of its clients. Its call ends with
-    CANCELLED.
+    CANCELLED. A router that takes no requests, and has none of this id, answers as it answers those:
+    UNAVAILABLE, since another one may have it.
     """
     GetModel: _aio.UnaryUnaryMultiCallable[_serving_pb2.GetModelRequest, _serving_pb2.GetModelResponse]  # type: ignore[assignment]
     """Describes the model served; UNAVAILABLE with NOT_READY until a group has formed."""
@@ -215,7 +217,8 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_serving_pb2.CancelResponse, _abc.Awaitable[_serving_pb2.CancelResponse]]:
         """Ends a live request of the same caller by its id, from any of its clients. Its call ends with
-        CANCELLED.
+        CANCELLED. A router that takes no requests, and has none of this id, answers as it answers those:
+        UNAVAILABLE, since another one may have it.
         """
 
     @_abc_1.abstractmethod

@@ -465,6 +465,21 @@ async def test_a_stream_to_a_router_that_stands_by_is_refused_so_that_a_proxy_op
     assert +engines.measures.refused == {"MOVED": 1}
 
 
+async def test_a_router_that_stands_by_cancels_what_it_has_and_sends_on_for_what_it_has_not():
+    engines = FakeEngines()
+    async with connected(engines) as stub:
+        call = stub.Generate(prompt(request_id="mine"))
+        await engines.arrivals.get()
+        engines.refusal = Moved()
+        await stub.Cancel(pb.CancelRequest(request_id="mine"))
+        assert error_details(await failure(call)).reason == "CANCELLED"
+        error = await failure(stub.Cancel(pb.CancelRequest(request_id="mine")))
+        assert (error.code(), error_details(error).reason) == (
+            grpc.StatusCode.UNAVAILABLE,
+            "MOVED",
+        )
+
+
 async def test_a_stream_to_a_router_whose_groups_were_taken_ends_behind_its_requests():
     async with streaming() as (engines, stream):
         request = await stream.start(1, prompt())

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from router.api.health import SERVICE, Health
-from router.client import Client, Unavailable
+from router.client import Cancelled, Client, Rejected, Unavailable
 from router.client.client import HEALTH_CONFIG, SERVICE_CONFIG
+from router.errors import Moved
 from tests.router.support.fake_engines import MODEL, FakeEngines, serve
 
 README = (Path(__file__).parents[3] / "protos" / "README.md").read_text()
@@ -75,6 +76,27 @@ async def test_a_router_that_is_not_ready_still_tells_its_status_and_health():
         assert await client.health("liveness")
         with pytest.raises(Unavailable):
             await client.complete([5])
+
+
+async def test_a_request_is_cancelled_by_its_id_where_another_router_stands_by():
+    """Also while its own is not ready, as when it has lost an executor."""
+    pair = Pair()
+    [driver, standby], [health, standbys_health] = pair.routers, pair.healths
+    driver.echoes = False
+    standby.refusal = Moved()
+    standbys_health.set_ready(False)
+    async with serving(pair) as target, Client(target) as client:
+        running = [asyncio.create_task(client.complete([5])) for _ in range(6)]
+        ids = [(await driver.arrivals.get()).request_id for _ in running]
+        health.set_ready(False)
+        for request_id in ids:
+            await client.cancel(request_id)
+        for ended in await asyncio.gather(*running, return_exceptions=True):
+            assert isinstance(ended, Cancelled)
+        for request_id in ids[:2]:
+            with pytest.raises(Rejected) as caught:
+                await client.cancel(request_id)
+            assert caught.value.reason == "REQUEST_NOT_FOUND"
 
 
 async def test_a_prompt_larger_than_grpc_keeps_by_itself_is_sent_again():
