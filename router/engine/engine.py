@@ -9,7 +9,7 @@ find out.
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 
 import structlog
@@ -120,16 +120,15 @@ class Engine:
             except Exception as error:
                 loss, delay_s = self._loss_of(error)
             if self._leaving.is_set():
-                await self._executors.close()  # the other router goes on while callers are told
-                loss = HandedOver()
+                break
             was_ready, has_stepped = self.is_ready, self._stats.num_steps > 0
             self._lose_at_any_cost(loss)
-            if self._leaving.is_set():
-                break
             if not was_ready:
-                await self._wait_for_executors(delay_s)
+                await _wait_for(self._executors.news(), delay_s)
             elif not (has_stepped and isinstance(loss, AT_ONCE)):
-                await asyncio.sleep(delay_s)
+                await _wait_for(self._leaving.wait(), delay_s)
+        await self._executors.close()  # the other router goes on while callers are told
+        self._lose_at_any_cost(HandedOver())
         self._has_left.set()
 
     def _loss_of(self, error: Exception) -> tuple[Exception, float]:
@@ -144,12 +143,6 @@ class Engine:
         loss = ExecutorLost(f"unexpected in this router, whose log has more: {problem}")
         has_served = self.is_ready and self._stats.num_steps > 0
         return loss, self._delays.after_fault(has_served=has_served)
-
-    async def _wait_for_executors(self, timeout_s: float) -> None:
-        """Returns when an executor is there that was not, or the time is over."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._executors.news()
 
     async def _run_epoch(self, pipeline: StepPipeline) -> None:
         """Steps until an executor is lost."""
@@ -531,6 +524,13 @@ class Engine:
         totals = self.measures.totals()
         self._history.add(self._clock(), self.status(), totals)
         self._flow_shares.add(totals.flows)
+
+
+async def _wait_for(news: Awaitable[object], timeout_s: float) -> None:
+    """Returns when there is news, or the time is over."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await news
 
 
 def _lost_sequences(

@@ -213,6 +213,26 @@ async def test_a_group_whose_executors_are_lost_as_it_is_left_is_left_all_the_sa
 
 
 @on_virtual_clock
+async def test_a_group_that_is_lost_just_before_it_is_left_is_left_at_once_all_the_same() -> None:
+    executors = Contested()
+    async with one_group(executors) as (engines, engine, task):
+        request = await begun(engines, "running")
+        engines.begin_drain(delay_s=0.0, grace_s=1.0)
+        executors.num_standbys = 1
+        assert engine.can_leave
+        executors.kill(down_s=10)
+        while engine.is_ready:
+            await asyncio.sleep(0)
+        lost_time = asyncio.get_running_loop().time()
+        await engine.leave()
+        assert asyncio.get_running_loop().time() == lost_time
+        assert executors.is_closed
+        assert engines.is_standby
+        assert isinstance(request.sequences[0].error, ShuttingDown)
+        await task
+
+
+@on_virtual_clock
 async def test_what_stands_by_is_no_groups_to_leave() -> None:
     executors = Contested(is_held=True)
     async with one_group(executors) as (engines, _, _task):
