@@ -13,6 +13,8 @@ from typing import NamedTuple
 from executor.errors import Held
 from protos.executor.lease import is_held
 
+STANDBY_S = 1.0  # without a beat, after which a router is not taken for one that stands by
+
 
 class Driver(NamedTuple):
     """The router that last took this executor. See the message Driver."""
@@ -33,8 +35,8 @@ class Lease:
     Args:
         clock: Seconds, from anywhere on.
         on_change: Called when there is another driver, when it may be gone, and when a router begins or
-            ceases to stand by. It gets the id of the router that needs no news of the change, since that
-            one's own Step stream has ended; None if there is none.
+            ceases to stand by, unless it has only fallen silent. It gets the id of the router that needs no
+            news of the change, since that one's own Step stream has ended; None if there is none.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Lease:
         self._has_steps = False
         self._attending: Counter[bytes] = Counter()  # calls by router
         self._driving: Counter[bytes] = Counter()  # of these, on which it says that it drives
+        self._beat_times: dict[bytes, float] = {}  # of its last beat, on any of them
 
     @property
     def driver(self) -> Driver | None:
@@ -67,8 +70,11 @@ class Lease:
 
     @property
     def num_standbys(self) -> int:
-        """Routers that attend this executor, and do not drive it."""
-        return sum(1 for each in self._attending if not self._driving[each])
+        """Routers that attend this executor, beat, and do not drive it."""
+        since = self._clock() - STANDBY_S
+        return sum(
+            time > since and not self._driving[each] for each, time in self._beat_times.items()
+        )
 
     def check(self, router_id: bytes) -> None:
         """Does nothing if a router may take this executor.
@@ -119,6 +125,7 @@ class Lease:
             was_driver: Whether it did in the call's beat before.
         """
         self._driving[router_id] += is_driver - was_driver
+        self._beat_times[router_id] = self._clock()
         if router_id == self._router_id:
             self._sign_time = self._clock()
             self._is_taken &= not is_driver
@@ -130,5 +137,5 @@ class Lease:
         self._driving[router_id] -= was_driver
         self._attending[router_id] -= 1
         if not self._attending[router_id]:
-            del self._attending[router_id], self._driving[router_id]
+            del self._attending[router_id], self._driving[router_id], self._beat_times[router_id]
         self._on_change(None)

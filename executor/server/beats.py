@@ -24,7 +24,7 @@ class Beats:
     The router that drives the epoch takes answers of steps for beats, so it gets none while it gets them.
 
     Args:
-        beat: Returns what to say now; how late it is, is filled in, and who drives.
+        beat: Returns what to say now; how late it is, is filled in, and who drives and stands by.
         lease: Gets the beats of routers.
         late_s: Gets how late each was.
     """
@@ -53,13 +53,14 @@ class Beats:
                 self._late_s.observe(late_s)
                 beat = self._beat()
                 beat.late_ms = round(1000 * late_s)
+                beat.num_standbys = self._lease.num_standbys
                 driver = self._lease.driver
                 if driver is not None and driver.router_id != router.id:
                     beat.driver.CopyFrom(pb.Driver(**driver._asdict()))
                 await context.write(beat)
                 due = loop.time() + BEAT_S
                 await router.wait_until(due)
-                while not router.has_news and self._answers_until(router) > due:
+                while self._answers_until(router) > due and not self._has_news(router, beat):
                     due = self._answers_until(router)
                     await router.wait_until(due)
             if reader.done():
@@ -79,6 +80,10 @@ class Beats:
         """Returns until when the answers that a router was sent need no beat."""
         is_told = router.epoch == self._answered_epoch
         return self._answer_time + BEAT_S if is_told else 0.0
+
+    def _has_news(self, router: "_Router", told: pb.AttendResponse) -> bool:
+        """Whether there is what no answer of a step tells a router, and its last beat has not told it."""
+        return router.has_news or self._lease.num_standbys != told.num_standbys
 
     def beat_now(self, but_to: bytes | None = None) -> None:
         """Has the next beat go out at once, on all calls but those of one router."""

@@ -701,7 +701,6 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             step_id=self._begun_step_id,
             waits_for_peers=self._worker is not None and self._worker.waits_for_peers,
             quiet_ms=QUIET_MS if self._joining is not None else 0,
-            num_standbys=self._lease.num_standbys,
         )
 
     def _publish_readiness(self) -> None:

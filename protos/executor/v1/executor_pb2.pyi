@@ -202,7 +202,7 @@ class AttendResponse(_message.Message):
     instance_id: _builtins.str
     """DescribeResponse.instance_id."""
     num_standbys: _builtins.int
-    """Routers that attend it, and do not drive it."""
+    """Routers that attend it and do not drive it, and whose last beat came within the last second."""
     @_builtins.property
     def driver(self) -> Global___Driver:
         """Who drives it. Absent for the driver itself, and where nobody has since the start of its process."""

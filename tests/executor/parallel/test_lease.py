@@ -3,7 +3,7 @@
 import pytest
 
 from executor.errors import Held
-from executor.parallel.lease import Lease
+from executor.parallel.lease import STANDBY_S, Lease
 from protos.executor.lease import LEASE_MS
 
 A, B = b"one router", b"another"
@@ -154,3 +154,12 @@ def test_calls_of_one_router_count_as_one_of_it(driven: World):
     assert driven.lease.num_standbys == 1
     driven.lease.leave(B, was_driver=False)
     assert driven.lease.num_standbys == 0
+
+
+def test_a_router_that_has_fallen_silent_does_not_stand_by_until_it_beats_again(driven: World):
+    driven.now = STANDBY_S - 0.001
+    assert driven.lease.num_standbys == 1
+    driven.now = STANDBY_S
+    assert driven.lease.num_standbys == 0
+    driven.lease.note_beat(B, is_driver=False, was_driver=False)
+    assert driven.lease.num_standbys == 1

@@ -77,13 +77,15 @@ async def test_a_pause_is_announced_at_once_for_as_long_as_a_join_takes(
 
 
 class Context:
-    """Of a call: keeps when beats were sent."""
+    """Of a call: keeps when beats were sent, and how many standbys they told."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
+        self.standbys: list[int] = []
 
     async def write(self, beat: pb.AttendResponse) -> None:
         self.times.append(asyncio.get_running_loop().time())
+        self.standbys.append(beat.num_standbys)
 
     def peer(self) -> str:
         return "router"
@@ -95,7 +97,7 @@ async def test_answers_stand_for_beats_to_the_router_that_drives_the_epoch_and_t
     driver, other = Context(), Context()
 
     async def told(epoch: int) -> AsyncIterator[pb.AttendRequest]:
-        yield pb.AttendRequest(router_id=b"router", epoch=epoch)
+        yield pb.AttendRequest(router_id=b"router", epoch=epoch, is_driver=True)
         await asyncio.Event().wait()
 
     calls = [
@@ -122,7 +124,7 @@ async def test_news_that_come_as_a_beat_falls_due_are_told_although_answers_stan
     driver = Context()
 
     async def requests() -> AsyncIterator[pb.AttendRequest]:
-        yield pb.AttendRequest(router_id=b"router", epoch=7)
+        yield pb.AttendRequest(router_id=b"router", epoch=7, is_driver=True)
         await asyncio.Event().wait()
 
     call = asyncio.create_task(beats.attend(requests(), driver))  # type: ignore[arg-type]
@@ -252,3 +254,43 @@ async def test_the_driver_is_told_how_many_routers_stand_by(fake: Any):
     assert not beat.HasField("driver")
     other.cancel()
     await beat_with(driver, num_standbys=0)
+
+
+@on_virtual_clock
+async def test_the_driver_is_told_of_a_standby_that_falls_silent_although_steps_are_answered() -> (
+    None
+):
+    beats = Beats(pb.AttendResponse, Lease(asyncio.get_running_loop().time), Measures().beat_late_s)
+    driver, standby = Context(), Context()
+    goes_on = asyncio.Event()
+    goes_on.set()
+
+    async def drives() -> AsyncIterator[pb.AttendRequest]:
+        yield pb.AttendRequest(router_id=b"driver", epoch=7, is_driver=True)
+        await asyncio.Event().wait()
+
+    async def stands_by() -> AsyncIterator[pb.AttendRequest]:
+        while True:
+            await goes_on.wait()
+            yield pb.AttendRequest(router_id=b"standby")
+            await asyncio.sleep(BEAT_S)
+
+    async def run_steps(seconds: float) -> None:
+        for _ in range(round(seconds / 0.05)):
+            beats.note_answer(7)
+            await asyncio.sleep(0.05)
+
+    attending = [
+        asyncio.create_task(beats.attend(drives(), driver)),  # type: ignore[arg-type]
+        asyncio.create_task(beats.attend(stands_by(), standby)),  # type: ignore[arg-type]
+    ]
+    await run_steps(2.0)
+    assert driver.standbys == [0, 1]
+    goes_on.clear()
+    await run_steps(2.0)
+    assert driver.standbys == [0, 1, 0]
+    goes_on.set()
+    await run_steps(2.0)
+    assert driver.standbys == [0, 1, 0, 1]
+    beats.end()
+    await asyncio.gather(*attending)
