@@ -119,6 +119,37 @@ async def resolve_hosts(name: str) -> tuple[str, ...]:
     return tuple(sorted(hosts))
 
 
+class Lookup:
+    """Asks where a group's executors are, once at a time.
+
+    Args:
+        find: Returns their addresses as they are then.
+    """
+
+    def __init__(self, find: FindAddresses) -> None:
+        self._find = find
+        self._asking: asyncio.Future[Sequence[str]] | None = None
+
+    async def addresses(self, timeout_s: float | None) -> Sequence[str] | None:
+        """Returns the addresses; None if that takes longer: who asks next gets what is found meanwhile.
+
+        Raises:
+            ExecutorLost: They cannot be found.
+        """
+        asking = self._asking = self._asking or asyncio.ensure_future(self._find())
+        await asyncio.wait((asking,), timeout=timeout_s)
+        if not asking.done():
+            return None
+        self._asking = None
+        return asking.result()
+
+    def forget(self) -> None:
+        """Gives up what is being asked, and what was found since `addresses` returned."""
+        if self._asking is not None:
+            self._asking.cancel()
+            self._asking = None
+
+
 def _check_strength(group: str, strength: Strength) -> None:
     if not 1 <= strength.least <= strength.size:
         raise ValueError(

@@ -52,7 +52,7 @@ from router.executors.connections import (
     held_by,
 )
 from router.executors.description_bounds import MAX_INSTANCE_ID_LEN, problem_of
-from router.executors.discovery import FindAddresses
+from router.executors.discovery import FindAddresses, Lookup
 from router.executors.elastic import (
     Change,
     ElasticPolicy,
@@ -83,6 +83,7 @@ from router.scheduling.step import GroupInfo, InFlight, ServedModel, StepResult
 
 log = structlog.stdlib.get_logger(__name__)
 
+LOOKUP_TIMEOUT_S = 0.2  # of names, where executors are known already
 DESCRIBE_TIMEOUT_S = 5.0
 SILENT_TIMEOUT_S = 0.15  # of one that has fallen silent: its beats say when it is back
 SECRET_BYTES = 32  # with which an epoch's members know one another
@@ -143,7 +144,7 @@ class ExecutorGroup:
     ) -> None:
         self._settings = settings
         self.deadline = StepDeadline(settings)
-        self._find_addresses = find_addresses
+        self._lookup = Lookup(find_addresses)
         self._epoch = 0
         self._last_step_id = 0
         self._last_answer_time = 0.0
@@ -286,6 +287,7 @@ class ExecutorGroup:
             for member in members
         ]
         self._driven = {member.address for member in members}
+        self._lookup.forget()  # by the next loss, what it finds now may be no longer so
         return replace(info, kv_ids=_kv_ids_of_ranks(members, self._kv_ids))
 
     def _tell_held_off(self, address: str, problem: ExecutorLost) -> None:
@@ -492,6 +494,7 @@ class ExecutorGroup:
         """Ends every stream and connection."""
         self.is_driver = False
         self._leave_epoch()
+        self._lookup.forget()
         self._attendance.close()
         await self._connections.close()
 
@@ -580,13 +583,18 @@ class ExecutorGroup:
         self._border = asyncio.get_running_loop().create_future()
 
     async def _candidates(self) -> Sequence[str]:
-        """Returns the addresses of all executors; those that an elastic group knows, if it cannot ask."""
+        """Returns the addresses of all executors; those that are known, if finding them takes long.
+
+        An elastic group goes on with those also if the others cannot be found.
+        """
+        known = list(self._connections.channels)
         try:
-            return await self._find_addresses()
+            found = await self._lookup.addresses(LOOKUP_TIMEOUT_S if known else None)
         except ExecutorLost:
-            if self._policy is None or not self._connections.channels:
+            if self._policy is None or not known:
                 raise
-            return list(self._connections.channels)
+            return known
+        return known if found is None else found
 
     async def _describe_all(self) -> list[Member]:
         """Returns all executors, by DP rank and attention-TP rank; of an elastic group, who answers."""

@@ -1,5 +1,6 @@
 """A name that resolves to part of a group must not become a group; a restarted pod must be found."""
 
+import asyncio
 import socket
 from unittest.mock import AsyncMock
 
@@ -7,8 +8,15 @@ import pytest
 
 from router.config import RouterConfig
 from router.errors import ExecutorLost
-from router.executors.discovery import DnsGroup, find_addresses, resolve_hosts, strength_of
+from router.executors.discovery import (
+    DnsGroup,
+    Lookup,
+    find_addresses,
+    resolve_hosts,
+    strength_of,
+)
 from router.executors.elastic import Strength
+from tests.support.virtual_clock import on_virtual_clock
 
 
 async def test_a_list_is_given_back_as_it_is() -> None:
@@ -52,6 +60,50 @@ async def test_half_a_group_is_none_and_the_error_counts(hosts: list[str], told:
     with pytest.raises(ExecutorLost) as caught:
         await find()
     assert told in str(caught.value)
+
+
+class Resolver:
+    """Takes its time over each question, then fails or says how many it was asked."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.num_asked = 0
+        self._fails = fails
+
+    async def find(self) -> list[str]:
+        self.num_asked += 1
+        answer = [f"answer {self.num_asked}"]
+        await asyncio.sleep(5.0)
+        if self._fails:
+            raise ExecutorLost("no such name")
+        return answer
+
+
+@on_virtual_clock
+async def test_a_look_up_that_takes_too_long_goes_on_for_who_asks_next() -> None:
+    resolver = Resolver()
+    lookup = Lookup(resolver.find)
+
+    assert [await lookup.addresses(2.0) for _ in range(4)] == [None, None, ["answer 1"], None]
+    assert resolver.num_asked == 2
+    assert await lookup.addresses(None) == ["answer 2"]
+
+
+@on_virtual_clock
+async def test_what_a_look_up_found_behind_is_told_though_it_is_a_failure() -> None:
+    lookup = Lookup(Resolver(fails=True).find)
+
+    assert await lookup.addresses(2.0) is None
+    with pytest.raises(ExecutorLost, match="no such name"):
+        await lookup.addresses(None)
+
+
+@on_virtual_clock
+async def test_a_look_up_that_is_forgotten_answers_nobody() -> None:
+    lookup = Lookup(Resolver().find)
+
+    assert await lookup.addresses(2.0) is None
+    lookup.forget()
+    assert await lookup.addresses(None) == ["answer 2"]
 
 
 async def test_the_systems_resolver_is_asked() -> None:

@@ -217,6 +217,32 @@ async def test_without_a_spare_the_others_go_on_down_to_the_least() -> None:
             await world.group.form()
 
 
+async def test_a_lost_executor_is_replaced_while_names_take_long_to_resolve() -> None:
+    async with ElasticPeers(Strength(2, 1), EAGER) as world:
+        first, second, third = [await world.start() for _ in range(3)]
+        await world.group.form()
+        await until(lambda: spares_of(world) != {})
+        world.may_resolve.clear()
+        await world.stop(first)
+        with pytest.raises(ExecutorLost):
+            await world.group.lost()
+        assert (await world.group.form()).addresses == (second, third)
+
+
+async def test_the_first_forming_waits_for_names_however_long_they_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(group, "LOOKUP_TIMEOUT_S", 0.0)
+    async with ElasticPeers(Strength(1, 1), PATIENT) as world:
+        only = await world.start()
+        world.may_resolve.clear()
+        forming = asyncio.ensure_future(world.group.form())
+        await asyncio.wait((forming,), timeout=0.01)
+        assert not forming.done()
+        world.may_resolve.set()
+        assert (await forming).addresses == (only,)
+
+
 async def test_a_group_grows_at_a_border_by_who_has_been_there_and_has_loaded_its_experts() -> None:
     async with ElasticPeers(Strength(2, 1), EAGER) as world:
         first = await shrink(world)

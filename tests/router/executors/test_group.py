@@ -14,6 +14,7 @@ from protos.serving.v1 import serving_pb2 as serving_pb
 from protos.transport.errors import RpcError
 from router.errors import ExecutorLeft, ExecutorLied, ExecutorLost, ReasonUnknown
 from router.executors import group as executor_client
+from router.executors.discovery import Lookup
 from router.executors.group import ExecutorGroup, GroupSettings
 from router.executors.step_stream import MIN_STEPS
 from tests.router.support.fake_engines import listening
@@ -388,6 +389,14 @@ async def test_a_description_that_is_far_too_long_is_not_received() -> None:
         peers[1, 0].describes = lambda told: told.agreement.update(name="x" * (1 << 20))
         with pytest.raises(ExecutorLost, match=r"Describe of executor .* than max \(1048\d+ vs"):
             await group.form()
+
+
+async def test_a_group_forms_again_of_the_executors_it_knows_while_names_take_long_to_resolve() -> (
+    None
+):
+    async with formed_group(2) as (group, _):
+        group._lookup = Lookup(asyncio.Event().wait)
+        assert (await group.form()).epoch == 2
 
 
 async def test_a_restarted_executor_is_recognised_and_what_was_learnt_of_steps_forgotten() -> None:

@@ -383,16 +383,20 @@ class ElasticPeers:
     Attributes:
         group: It.
         peers: By address.
+        may_resolve: Holds back where they are while it is not set.
     """
 
     def __init__(self, strength: Strength, settings: GroupSettings) -> None:
         self._stack = AsyncExitStack()
         self._servers: dict[str, AsyncExitStack] = {}
         self.peers: dict[str, Peer] = {}
+        self.may_resolve = asyncio.Event()
+        self.may_resolve.set()
         self.group = ExecutorGroup(self.addresses, settings, strength=strength)
 
     async def addresses(self) -> list[str]:
         """Returns where they are, or were."""
+        await self.may_resolve.wait()
         return list(self.peers)
 
     async def start(self) -> str:
