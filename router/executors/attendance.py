@@ -102,7 +102,10 @@ class Attendance:
         self.held: set[str] = set()
 
     def attend(self, address: str, channel: grpc.aio.Channel) -> None:
-        """Sees to it that an executor is attended over this channel, until `leave` or `close`."""
+        """Sees to it that an executor is attended over this channel, until `leave` or `close`.
+
+        Over another one than before, its silence goes on to be judged as before.
+        """
         if self._timer is None:
             self._beat_time = self._clock()
             self._tick_in(TICK_S)
@@ -111,7 +114,6 @@ class Attendance:
             if attended.channel is channel and not attended.task.done():
                 return
             attended.task.cancel()
-            self._suspicion.note_end(address)
         self._attended[address] = attended = _Attended(channel)
         attended.task = asyncio.create_task(
             self._attend(address, attended), name=f"attend {address}"

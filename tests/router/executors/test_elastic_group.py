@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 
 from protos.executor.v1 import executor_pb2 as executor_pb
 from protos.serving.v1 import serving_pb2 as pb
+from protos.transport.channel import ChannelOpener
 from protos.transport.errors import RpcError
 from router.errors import (
     ExecutorLeft,
@@ -198,6 +199,26 @@ async def test_members_that_stay_and_beat_are_not_asked_what_they_have_loaded() 
         assert placed["loads"][0] == 0
         assert sorted(experts_of(world.at(second)) + experts_of(world.at(third))) == [*range(8)]
         assert await run_step(world.group, 2) == [[0], [10]]
+
+
+async def test_members_keep_their_places_as_their_connections_are_opened_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As after a change of TLS files: all of them shake hands at once, and nobody is heard of before."""
+    async with ElasticPeers(Strength(2, 1), EAGER) as world:
+        executors = [await world.start() for _ in range(2)]
+        await world.group.form()
+        attentive = pb.MEMBER_STATE_ATTENTIVE
+        await until(lambda: all(each.state == attentive for each in world.group.members()))
+        monkeypatch.setattr(group, "SILENT_TIMEOUT_S", 0.0)
+        changes = iter([True])
+        monkeypatch.setattr(ChannelOpener, "has_changed", lambda _: next(changes, False))
+        for address in executors:
+            world.at(address).may_beat.clear()
+            world.at(address).on_describe = asyncio.Event().wait
+        old = dict(world.group._connections.channels)
+        assert (await world.group.form()).addresses == tuple(executors)
+        assert not set(old.values()) & set(world.group._connections.channels.values())
 
 
 async def test_without_a_spare_the_others_go_on_down_to_the_least() -> None:
