@@ -145,9 +145,9 @@ class Lookup:
 
     def forget(self) -> None:
         """Gives up what is being asked, and what was found since `addresses` returned."""
-        if self._asking is not None:
-            self._asking.cancel()
-            self._asking = None
+        asking, self._asking = self._asking, None
+        if asking is not None and not asking.cancel() and not asking.cancelled():
+            asking.exception()  # counts as seen
 
 
 def _check_strength(group: str, strength: Strength) -> None:
