@@ -311,7 +311,7 @@ class ExecutorGroup:
         )
         if formation.change is not Change.REJOIN:
             self.deadline.forget()
-        self._spares.watch()
+        self._spares.watch({member.address for member in formation.members})
 
     def send(self, step: InFlight) -> None:
         """Sends each DP rank its part; attention-TP peers get the same."""

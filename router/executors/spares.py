@@ -1,7 +1,7 @@
 """Spares of an elastic group while it serves: who they are, what they load, and when it grows by them."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 import grpc
 import structlog
@@ -77,7 +77,7 @@ class Spares:
         return sum(state not in useless for state in self._states.values())
 
     def status(self) -> list[SpareStatus]:
-        """Returns what is known of each, as GetStatus sends it."""
+        """Returns what is known of each, as GetStatus sends it; nothing while the group forms."""
         now = self._clock()
         return [
             SpareStatus(
@@ -88,10 +88,12 @@ class Spares:
                 else None,
             )
             for address, state in self._states.items()
+            if self._watching is not None
         ]
 
-    def watch(self) -> None:
-        """Looks after them until `stop`."""
+    def watch(self, members: Collection[str]) -> None:
+        """Looks after them until `stop`, in a group of these addresses."""
+        self._states = {each: state for each, state in self._states.items() if each not in members}
         self._watching = asyncio.create_task(self._watch(), name="watch spares")
 
     def note_news(self) -> None:
@@ -99,17 +101,13 @@ class Spares:
         self._is_news.set()
 
     def stop(self) -> None:
-        """Looks after them no more. What they load is cut off, and what they have loaded stays.
-
-        None is known until `watch` has seen it: the group may form with it, or it may have died.
-        """
+        """Looks after them no more. What they load is cut off, and what they have loaded stays."""
         for task in (self._watching, *self._staging.values()):
             if task is not None:
                 task.cancel()
         self._watching = None
         self._staging.clear()
         self._retry_times.clear()
-        self._states = {}
 
     async def _watch(self) -> None:
         while True:

@@ -360,7 +360,7 @@ async def watch_spares(
         stage=stage,
         on_grow=grows.set,
     )
-    spares.watch()
+    spares.watch({first})
     return policy, spares, grows
 
 
