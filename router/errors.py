@@ -25,7 +25,8 @@ RpcError
 ExecutorLost            a group's step cannot be finished; the group forms again
 ├── ExecutorGone        because an executor's process or host is there no more
 ├── ExecutorLeft        because an executor was told to stop: nobody's fault
-│   └── GroupGrows      because there are more executors for it
+│   ├── GroupGrows      because there are more executors for it
+│   └── SuspectsFirst   because requests that may kill executors run alone
 ├── ExecutorUnfit       because an executor cannot take the place that it was given
 ├── MemberNotJoined     because an executor could not join, for itself or for want of another
 ├── ExecutorLied        because what an executor said cannot be; it is left out until it restarts
@@ -237,6 +238,10 @@ class ExecutorLeft(ExecutorLost):
 
 class GroupGrows(ExecutorLeft):
     """Its epoch ended between two steps, so that executors join it which it lacked."""
+
+
+class SuspectsFirst(ExecutorLeft):
+    """Its epoch ended between two steps, so that suspects, which had to wait, run before all others."""
 
 
 class ExecutorUnfit(ExecutorLost):

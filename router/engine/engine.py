@@ -34,6 +34,7 @@ from router.errors import (
     GroupMismatch,
     HandedOver,
     KeptKVDiffers,
+    SuspectsFirst,
 )
 from router.requests.request import NO_COLUMNS, Columns, Listener, Listeners, Request, Sequence
 from router.requests.waiting_queue import Quarantine, WaitingQueue, note_loss
@@ -158,6 +159,8 @@ class Engine:
                         raise KeptKVDiffers(self._kept_check.problem)
                 elif self._leaving.is_set():
                     raise HandedOver
+                elif self.waiting.wants_border:
+                    raise SuspectsFirst("requests that may kill executors run before all others")
                 else:
                     await self._wait_for_work()
         finally:
@@ -179,7 +182,8 @@ class Engine:
 
     def _may_plan(self) -> bool:
         """Whether another step may follow those that are in flight."""
-        return not (self._leaving.is_set() or self._executors.wants_border)
+        is_border = self._executors.wants_border or self.waiting.wants_border
+        return not (self._leaving.is_set() or is_border)
 
     async def _form(self) -> StepPipeline:
         """Begins an epoch, with what the one before it left."""

@@ -263,7 +263,7 @@ class Quarantine:
     Args:
         others: Their queue.
         may_try: Whether suspects that wait here may begin: each may cost an executor. Until then all
-            others run.
+            others run, and then a new epoch has to begin: beside others no suspect is alone.
     """
 
     def __init__(self, others: WaitingQueue, may_try: Callable[[], bool] = lambda: True) -> None:
@@ -273,6 +273,7 @@ class Quarantine:
         self._running: dict[Sequence, int] = {}  # handed out, and not proven yet: their losses
         self._num_running: Counter[int] = Counter()  # of these, by their losses
         self._head: Sequence | None = None  # what `peek` returned, if it is a suspect
+        self._have_others_begun = False  # in this epoch, while suspects might not
 
     def __len__(self) -> int:
         return len(self._others) + len(self._suspects)
@@ -325,6 +326,11 @@ class Quarantine:
         """Whether there are suspects that may not begin."""
         return bool(self._suspects) and not self._may_try()
 
+    @property
+    def wants_border(self) -> bool:
+        """Whether suspects may begin, and not alone but in another epoch."""
+        return self._have_others_begun and bool(self._suspects) and self._may_try()
+
     def _next_suspect(self, num_losses: int) -> Sequence | None:
         """Returns the suspect that may begin beside those that run, whose losses are as many.
 
@@ -349,6 +355,7 @@ class Quarantine:
         """Takes out the sequence that `peek` has just returned. See WaitingQueue."""
         if (sequence := self._head) is None:
             sequence = self._others.pop(is_aside=is_aside)
+            self._have_others_begun |= bool(self._suspects)
         else:
             self._head = None
             self._suspects.remove(sequence)
@@ -377,6 +384,7 @@ class Quarantine:
 
     def set_max_running(self) -> None:
         """Says how many suspects are tried at a time, once all of an epoch wait again."""
+        self._have_others_begun = False
         counts = Counter(map(_num_losses, self._suspects))
         for suspect in self._suspects:
             assert suspect.suspicion is not None

@@ -16,6 +16,7 @@ from router.engine.engine import Engine
 from router.engine.engines import Engines
 from router.errors import ExecutorFailed, ExecutorGone, GroupMismatch
 from router.requests.request import Listeners
+from router.requests.waiting_queue import PROOF_TOKENS
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.step import GroupInfo, InFlight, StepResult
 from tests.router.support.fake_executors import FakeExecutors
@@ -244,6 +245,36 @@ async def test_a_group_that_grows_does_so_between_two_steps_and_nobody_is_suspec
         epoch = executors.num_epochs
         executors.end_at_border()
         await until(lambda: executors.num_epochs > epoch)
+
+
+@on_virtual_clock
+async def test_suspects_that_had_to_wait_while_others_ran_are_tried_alone_in_an_epoch_of_their_own():
+    executors = Asked()
+    async with two_groups(executors, retry_delay_s=0.01) as (engines, [engine]):
+
+        def begin(name: str) -> asyncio.Future[Any]:
+            return asyncio.ensure_future(complete(engines, name, [1, 2, 3], 40))
+
+        await until(lambda: engine.is_ready)
+        answers = [begin("suspect"), begin("bystander")]
+        for _ in range(2):
+            await until(lambda: engine.num_running == 2)
+            executors.may_try = False
+            executors.kill(down_s=0.0)
+            await until(lambda: not engine.is_ready)
+        answers.append(begin("other"))
+        num_plans = len(executors.plans)
+        await until(lambda: len(executors.plans) > num_plans + 5)
+        assert engine.waiting.holds_suspects
+        num_plans, executors.may_try = len(executors.plans), True
+        async with asyncio.timeout(60):
+            await until(lambda: engine.measures.totals().losses["left"] == 1)
+        assert len(executors.plans) == num_plans, "none is planned any more"
+        await asyncio.gather(*answers)
+        num_rows = [int(plan.runs.sum()) for plan in executors.plans[num_plans:]]
+        assert num_rows[:PROOF_TOKENS] == [1] * PROOF_TOKENS
+        assert max(num_rows) == 3
+        assert engine.measures.totals().losses == {"lost": 2, "left": 1}
 
 
 # ---- what nobody expected

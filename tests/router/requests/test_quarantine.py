@@ -262,6 +262,19 @@ def test_suspects_of_two_losses_wait_while_none_may_be_tried_and_all_others_run(
     others = line.submit(2)
     assert line.take() == others
     assert line.quarantine.holds_suspects
+    assert not line.quarantine.wants_border
     may_try = True
+    assert line.quarantine.wants_border
     assert line.take() == suspects[:1]
     assert not line.quarantine.holds_suspects
+
+
+def test_suspects_that_may_be_tried_at_once_need_no_epoch_of_their_own():
+    line = Line()
+    suspects = line.submit(2)
+    for _ in range(2):
+        assert line.take() == suspects
+        line.lose(*suspects)
+    line.submit(2)
+    assert line.take() == suspects[:1]
+    assert not line.quarantine.wants_border
