@@ -36,7 +36,7 @@ from tests.e2e.conftest import PATIENT_STEPS, SAME_ANSWERS
 from tests.e2e.support.envoy import envoy_before
 from tests.e2e.support.logs import logged, records, scraped
 from tests.e2e.support.poisoned_executor import POISON
-from tests.e2e.support.stacks import PoisonedStack, served, supervised
+from tests.e2e.support.stacks import PoisonedStack, first_member, served, supervised
 
 REQUIRED_GAP_S = 1.3
 REQUIRED_REPLACED_S = 0.25, 0.6  # median, and at most
@@ -135,8 +135,9 @@ async def replacements(size: Size, folder: Path) -> Line:
                 await asyncio.sleep(BEGIN_S * size.num_streams)
                 for number in range(num_kills):
                     await asyncio.sleep(size.steady_s)
-                    report.note(f"{stack.executors[number].name} killed")
-                    await stack.executors[number].kill()
+                    process = await first_member(stack, number + 1)
+                    report.note(f"{process.name} killed")
+                    await process.kill()
                     await logged(stack.router, "group_ready", number + 2)
                 await asyncio.sleep(size.steady_s)
             gaps_s += report.gaps_s[gaps:]

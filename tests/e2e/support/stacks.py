@@ -12,6 +12,7 @@ from deploy.local.launch import DEMO_MODEL, LocalStack
 from deploy.local.processes import Process
 from router.client import Client, GroupStatus
 from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
+from tests.e2e.support.logs import logged
 
 
 def demo_model_with(folder: Path, **config: Any) -> Path:
@@ -59,6 +60,15 @@ async def supervised(stack: LocalStack) -> AsyncIterator[None]:
         supervising.cancel()
         with suppress(asyncio.CancelledError):
             await supervising
+
+
+async def first_member(stack: LocalStack, num_formings: int = 1) -> Process:
+    """Returns the executor that has DP rank 0 of an elastic group, once it has formed so often.
+
+    It is any of them: the group begins with those that start first, and the others are its spares.
+    """
+    *_, placed = await logged(stack.router, "group_placed", num_formings)
+    return stack.executors[stack.executor_addresses.index(placed["executors"][0])]
 
 
 def pause(stack: LocalStack) -> None:
