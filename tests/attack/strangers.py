@@ -106,6 +106,8 @@ def silent_strangers(target: Target) -> Outcome:
     sent = (
         f"the group formed in {alone_s:.2f} s alone, in {beset_s:.2f} s among {num_met} strangers"
     )
+    if not num_met:
+        return Outcome(sent, "not shown: no stranger got in")
     return Outcome(sent, "delayed" if beset_s > alone_s + 0.5 else "")
 
 
