@@ -19,6 +19,7 @@ from router.scheduling.columns import Mask, Rows, spread
 
 LATEST = 64  # steps whose tokens are columns: the more, the fewer rows are moved in a step
 MIN_MOVED = 1024  # rows at a time
+CACHE_LINE = 16  # tokens
 NO_TOKEN = -2  # in a column, where a row has none; -1 in `stop_ids` never equals it
 
 
@@ -45,6 +46,8 @@ class RowTokens:
         self._num_recent = 0  # of these columns, before the next one, that have tokens
         self._num_moved = max(MIN_MOVED, -(-num_rows // LATEST))
         self._moves_every = LATEST // -(-num_rows // self._num_moved)  # steps
+        # A step's tokens there do not begin a page apart, as rows are read across: in an eighth of the time.
+        self._moved = np.zeros((LATEST, self._num_moved + CACHE_LINE), dtype=np.int32)
         # As many tokens as there are columns, wherever they begin: moved as one item of numpy.
         num_places, size = max(0, len(self._flat) - LATEST + 1), self._flat.itemsize
         self._item = np.dtype((np.void, LATEST * size))
@@ -144,7 +147,8 @@ class RowTokens:
             self.settle(np.arange(start, min(end, len(self._starts))))
             return
         rows = slice(start, end)
-        columns = np.concatenate([part[:, rows] for part in self._last_columns()])
+        columns = self._moved[:, : len(self._starts[rows])]
+        np.concatenate([part[:, rows] for part in self._last_columns()], out=columns)
         is_full = (columns != NO_TOKEN).all(axis=0)
         full = np.flatnonzero(is_full)
         items = np.ascontiguousarray(columns.T).view(self._item).reshape(-1)
