@@ -572,7 +572,7 @@ def take_response(sequence: Sequence) -> serving_pb2.GenerateResponse | None:
         assert text is not None, "a request that wants text was given one"
         if len(token_ids) and not request.stop.has_stop_strings:  # else the engine has fed it
             text.feed(token_ids, may_stop=False)
-        if sequence.is_ended:
+        if is_finished:  # what is held back of one that failed comes where it is resumed
             text.close()
         response.text = text.take()
     if output.logprobs:

@@ -15,7 +15,7 @@ from protos.serving.v1 import serving_pb2 as pb
 from protos.transport.error_details import error_details
 from router.api import constraints
 from router.api.text import Tokenizer
-from router.errors import ConstraintFailed, Moved, QueueFull
+from router.errors import ConstraintFailed, Moved, QueueFull, ShuttingDown
 from router.requests.request import FinishReason, Request, Sequence
 from tests.router.support.calls import connected, failure, prompt, responses
 from tests.router.support.fake_engines import FakeEngines
@@ -140,6 +140,19 @@ async def test_text_ends_before_the_stop_string_and_tokens_after_it(
         assert "".join(message.text for message in messages) == text
         assert sum(len(message.token_ids) for message in messages) == len("one END")
         assert messages[-1].finish.stop_string == "END"
+
+
+@pytest.mark.parametrize("text", ["é", "END"])
+async def test_a_request_that_breaks_off_keeps_back_what_may_become_other_text(
+    text: str, tokenizer: Tokenizer
+):
+    stop, output = pb.StopConditions(stop_strings=["END"]), pb.OutputOptions(text=True)
+    async with generating(prompt(stop=stop, output=output), tokenizer) as (engines, call, [it]):
+        engines.give(it, tokenizer.encode(text)[:1])
+        engines.cancel(it.request, ShuttingDown("it goes on at another router"))
+        last = await call.read()
+        assert (len(last.token_ids), last.text) == (1, "")
+        await failure(call)
 
 
 async def test_the_deadline_of_the_call_is_the_deadline_of_the_request():
