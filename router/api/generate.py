@@ -1,5 +1,6 @@
 """Generation service: a client's message becomes a Request, its tokens become responses."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,9 +19,11 @@ from router.api.messages import (
     model_response,
     name_request,
     read_request,
+    read_timeout,
     refill_response,
     served,
     take_response,
+    within,
 )
 from router.api.prompts import Encodable, decode, encode_prompt
 from router.api.text import Tokenizer
@@ -188,15 +191,18 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
         """
         with self._open_listener() as listener:
             with self._engines.measures.counting_refusals():
-                submitted = await read_request(
-                    message,
-                    model=self._engines.model,
-                    tokenizer=self._tokenizer,
-                    listener=listener,
-                    call_timeout_s=call_timeout_s,
-                    caller=caller,
-                    settings=self._settings,
-                )
+                arrival_time = asyncio.get_running_loop().time()
+                async with within(read_timeout(message, call_timeout_s), arrival_time):
+                    submitted = await read_request(
+                        message,
+                        model=self._engines.model,
+                        tokenizer=self._tokenizer,
+                        listener=listener,
+                        arrival_time=arrival_time,
+                        call_timeout_s=call_timeout_s,
+                        caller=caller,
+                        settings=self._settings,
+                    )
                 self._engines.submit(submitted)
             try:
                 if begin := begin_response(submitted):

@@ -25,11 +25,12 @@ from router.api.messages import (
     read_timeout,
     tagged_error,
     take_response,
+    within,
 )
 from router.api.text import Tokenizer
 from router.api.unknown_fields import refuse_unknown_fields
 from router.engine.engines import Engines
-from router.errors import Cancelled, DeadlineExceeded, InvalidRequest
+from router.errors import Cancelled, InvalidRequest
 from router.requests.callers import DEFAULTS, CallerSettings
 from router.requests.request import Listener, Request, Sequence
 
@@ -176,16 +177,12 @@ class ManyCall:
     async def _prepare(
         self, tag: int, name: str, data: bytes, arrival_time: float, timeout_s: float | None
     ) -> None:
-        deadline = None if timeout_s is None else arrival_time + timeout_s
         try:
-            async with asyncio.timeout_at(deadline), self._room:
+            async with within(timeout_s, arrival_time), self._room:
                 message = serving_pb2.GenerateRequest.FromString(data)
                 await self._submit(tag, message, arrival_time)
         except RpcError as error:
             await self._refuse(tag, error, name)
-        except TimeoutError:
-            assert timeout_s is not None
-            await self._refuse(tag, DeadlineExceeded("been taken", timeout_s), name)
 
     def _on_submitted(self, tag: int, size: int, submitting: asyncio.Task[None]) -> None:
         del self._preparing[tag]

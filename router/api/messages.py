@@ -9,7 +9,9 @@ import math
 import random
 import re
 import uuid
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +38,7 @@ from router.api.prompts import (
 )
 from router.api.text import StopStrings, Tokenizer
 from router.api.unknown_fields import refuse_unknown_fields
-from router.errors import InvalidRequest, NotReady, ResumeMismatch
+from router.errors import DeadlineExceeded, InvalidRequest, NotReady, ResumeMismatch
 from router.requests.callers import DEFAULTS, MIN_PRIORITY, CallerSettings
 from router.requests.request import (
     FinishReason,
@@ -96,6 +98,25 @@ def name_request(message: Any) -> str:
     if not request_id:
         request_id = message.request_id = uuid.uuid4().hex
     return request_id if REQUEST_ID.fullmatch(request_id) else ""
+
+
+@asynccontextmanager
+async def within(timeout_s: float | None, arrival_time: float) -> AsyncIterator[None]:
+    """Ends what is done to take a request, such as building its grammar, when the request's time is over.
+
+    Args:
+        timeout_s: Of the request; None: it has none.
+        arrival_time: When it came, on the event loop's clock.
+
+    Raises:
+        DeadlineExceeded: It was.
+    """
+    try:
+        async with asyncio.timeout_at(None if timeout_s is None else arrival_time + timeout_s):
+            yield
+    except TimeoutError:
+        assert timeout_s is not None
+        raise DeadlineExceeded("been taken", timeout_s) from None
 
 
 async def read_request(

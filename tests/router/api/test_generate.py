@@ -590,3 +590,18 @@ async def test_a_grammar_that_fails_as_nobody_expected_ends_its_stream(
         await stream.send(tag=2, start=constrained())
         assert "unexpected" in str((await failure(stream.call)).details())
         await engines.idle()
+
+
+@pytest.mark.parametrize("method", ["Generate", "Complete"])
+async def test_a_call_does_not_wait_for_a_grammar_longer_than_its_request_has_time(
+    method: str, builds: asyncio.Event
+):
+    engines = FakeEngines()
+    async with connected(engines) as stub:
+        start = constrained()
+        start.timeout.FromMilliseconds(1)
+        error = await failure(getattr(stub, method)(start))
+        assert error_details(error).reason == "DEADLINE_EXCEEDED"
+        await engines.idle()
+        assert engines.measures.refused["DEADLINE_EXCEEDED"] == 1
+        assert engines.arrivals.empty()
