@@ -208,6 +208,9 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
                 if begin := begin_response(submitted):
                     await write(begin)
                 await _write_responses(submitted, write)
+            except RpcError as error:
+                self._engines.cancel(submitted, error)  # its other sequences
+                raise
             finally:
                 self._engines.cancel(submitted)
 
@@ -270,7 +273,7 @@ async def _write_responses(request: Request, write: Write) -> None:
             sequence = listener.ended.popleft()
             if response := take_response(sequence):
                 await write(response)
-            error = error or sequence.error  # what still runs of the request ends with its call
+            error = error or sequence.error  # what still runs of the request ends with it
             num_open -= 1
         if error is not None:
             raise error

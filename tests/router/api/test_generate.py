@@ -142,6 +142,16 @@ async def test_text_ends_before_the_stop_string_and_tokens_after_it(
         assert messages[-1].finish.stop_string == "END"
 
 
+async def test_a_continuation_that_fails_ends_the_others_for_its_own_reason():
+    async with generating(prompt(n=3)) as (engines, call, sequences):
+        engines.give(sequences[2], [9])
+        engines.fail(sequences[1], ConstraintFailed("too complex"))
+        assert list((await call.read()).token_ids) == [9]
+        assert error_details(await failure(call)).reason == "CONSTRAINT_FAILED"
+        await engines.idle()
+        assert {type(sequence.error) for sequence in sequences} == {ConstraintFailed}
+
+
 @pytest.mark.parametrize("text", ["é", "END"])
 async def test_a_request_that_breaks_off_keeps_back_what_may_become_other_text(
     text: str, tokenizer: Tokenizer
