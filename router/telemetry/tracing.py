@@ -58,12 +58,12 @@ class Tracing:
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
         self._tracer = provider.get_tracer("lockstep.router")
-        self._parents: dict[str, Context | None] = {}
+        self._parents: dict[Request, Context | None] = {}
 
     def on_submit(self, request: Request) -> None:
         """A request was taken, by the call whose task this runs in."""
         carrier = _carrier.get()
-        self._parents[request.request_id] = _propagator.extract(carrier) if carrier else None
+        self._parents[request] = _propagator.extract(carrier) if carrier else None
 
     def on_end(self, request: Request) -> None:
         """Its last sequence has ended."""
@@ -75,7 +75,7 @@ class Tracing:
 
         span = self._tracer.start_span(
             "lockstep.generate",
-            context=self._parents.pop(request.request_id, None) or Context(),
+            context=self._parents.pop(request, None) or Context(),
             kind=SpanKind.SERVER,
             attributes=_attributes(request),
             start_time=wall_ns(request.arrival_time),

@@ -16,7 +16,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
 from router.api.generate import GenerationServicer
-from router.telemetry.tracing import CarrierInterceptor, Tracing, start_tracing
+from router.engine.engines import Engines
+from router.telemetry.tracing import CarrierInterceptor, Tracing, _carrier, start_tracing
 from tests.router.support.calls import failure
 from tests.router.support.fake_engines import generation, listening
 from tests.router.support.running_engines import complete, running
@@ -106,6 +107,24 @@ async def test_all_requests_of_a_stream_belong_to_its_trace(traced: Traced):
 
     assert set(spans) == {"many-1", "many-2"}
     assert {f"{span.context.trace_id:032x}" for span in spans.values()} == {TRACE_ID}
+
+
+async def test_requests_of_two_callers_with_one_id_belong_each_to_its_own_trace():
+    spans, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+
+    async def ask(engines: Engines, caller: str, trace_id: str) -> None:
+        _carrier.set({"traceparent": f"00-{trace_id}-{SPAN_ID}-01"})
+        await complete(engines, "one", [1, 2, 3], 5, caller=(caller,))
+
+    traces = {"a": TRACE_ID, "b": TRACE_ID[::-1]}
+    async with running(dp_size=1, observers=[Tracing(provider)]) as engines:
+        await asyncio.gather(*[ask(engines, *each) for each in traces.items()])
+    found = {
+        s.attributes["lockstep.caller"][0]: f"{s.context.trace_id:032x}"
+        for s in spans.get_finished_spans()
+    }
+    assert found == traces
 
 
 async def test_a_malformed_traceparent_begins_a_new_trace(traced: Traced):
