@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
@@ -353,7 +354,8 @@ class Collector:
 
     def __init__(self, n: int) -> None:
         self._start_time = time.perf_counter()
-        self._parts = [_Part() for _ in range(n)]
+        self._n = n  # a router has not said yet whether it takes so many
+        self._parts = defaultdict[int, _Part](_Part)  # by index
 
     def add(self, delta: Delta) -> None:
         now = time.perf_counter()
@@ -371,8 +373,7 @@ class Collector:
 
     def completions(self, num_resumes: int = 0) -> list[Completion]:
         """Returns every continuation, by index. All have finished."""
-        parts = enumerate(self._parts)
-        return [self._completion(index, part, num_resumes) for index, part in parts]
+        return [self._completion(index, part, num_resumes) for index, part in self._all()]
 
     def so_far(self, request_id: str) -> list[Delta]:
         """Returns what came of every continuation, by index."""
@@ -388,8 +389,11 @@ class Collector:
                 prompt_token_ids=part.prompt_token_ids,
                 prompt_text=part.prompt_text,
             )
-            for index, part in enumerate(self._parts)
+            for index, part in self._all()
         ]
+
+    def _all(self) -> "list[tuple[int, _Part]]":
+        return [(index, self._parts[index]) for index in range(self._n)]
 
     def _completion(self, index: int, part: "_Part", num_resumes: int) -> Completion:
         assert part.last is not None

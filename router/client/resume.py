@@ -11,6 +11,7 @@ import random
 import struct
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -84,7 +85,8 @@ class Attempts:
         self._retry_delays_s = retry_delays_s
         self._sent_time = time.monotonic()
         self._deadline = None if timeout_s is None else self._sent_time + timeout_s
-        self._outputs: list[list[int]] = [[] for _ in range(request.n or 1)]
+        self._n = request.n or 1  # a router has not said yet whether it takes so many
+        self._outputs = defaultdict[int, list[int]](list)  # by index
         self._ended: set[int] = set()
         self._begin = serving_pb2.Begin()
         self._was_taken = False  # by some router
@@ -101,11 +103,11 @@ class Attempts:
     @property
     def has_ended(self) -> bool:
         """Whether all continuations have."""
-        return len(self._ended) == len(self._outputs)
+        return len(self._ended) == self._n
 
     @property
     def has_tokens(self) -> bool:
-        return any(self._outputs)
+        return any(self._outputs.values())
 
     @property
     def timeout_s(self) -> float | None:
@@ -142,11 +144,10 @@ class Attempts:
         if not self._was_taken:
             return again
         resume = again.resume
-        for index, output in enumerate(self._outputs):
-            if output or index in self._ended:
-                has_ended = index in self._ended
-                ids = b"" if has_ended else struct.pack(f"<{len(output)}i", *output)
-                resume.continuations.add(index=index, token_ids=ids, has_ended=has_ended)
+        for index in sorted(self._outputs.keys() | self._ended):
+            output, has_ended = self._outputs[index], index in self._ended
+            ids = b"" if has_ended else struct.pack(f"<{len(output)}i", *output)
+            resume.continuations.add(index=index, token_ids=ids, has_ended=has_ended)
         resume.prompt_digest = self._begin.prompt_digest
         resume.fingerprint = self._begin.fingerprint
         resume.age.FromNanoseconds(round((time.monotonic() - self._sent_time) * 1e9))
@@ -251,8 +252,8 @@ class Attempts:
     def _so_far(self) -> list[Delta]:
         request_id = self._request.request_id
         return [
-            Delta(request_id=request_id, index=index, token_ids=output)
-            for index, output in enumerate(self._outputs)
+            Delta(request_id=request_id, index=index, token_ids=self._outputs[index])
+            for index in range(self._n)
         ]
 
 

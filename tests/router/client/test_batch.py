@@ -4,6 +4,7 @@ import asyncio
 import json
 import signal
 import sys
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,7 +18,8 @@ from router.client import Client, Completion, Finish, TokenLogprob
 from router.client import batch as batch_module
 from router.client.batch import Batch, BatchRefused, main
 from router.client.batch_lines import CHAT, COMPLETIONS, LineRefused, answer_line, read_request
-from router.client.messages import to_request
+from router.client.messages import Collector, to_request
+from router.client.resume import Attempts, Resumption
 from router.errors import QueueFull
 from tests.router.support.fake_engines import FakeEngines, byte_tokenizer, serve
 
@@ -280,6 +282,17 @@ async def test_each_line_is_answered_by_a_response_or_an_error(
     assert errors["unknown"]["param"] == "body.colour"
     requests = [echoing.arrivals.get_nowait() for _ in range(echoing.arrivals.qsize())]
     assert {request.priority for request in requests} == {-100}
+
+
+def test_a_number_of_continuations_takes_no_memory_before_a_router_has_taken_it():
+    """One line of a batch with a wrong `n` would end it all."""
+    tracemalloc.start()
+    try:
+        Collector(100_000)
+        Attempts(pb.GenerateRequest(n=100_000), None, Resumption(1.0))
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
 
 
 async def test_a_second_run_goes_on_where_the_first_was_cut(
