@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import fcntl
 import json
+import os
 import random
 import shutil
 import signal
@@ -112,10 +113,14 @@ class BatchOutput:
         return end
 
     def write(self, line: dict[str, Any]) -> None:
-        """Writes one line, whole unless the disk is full."""
-        data = json.dumps(line).encode() + b"\n"
-        while data:
-            data = data[self._file.write(data) :]
+        """Writes one line, or nothing where the disk is full."""
+        data, end = json.dumps(line).encode() + b"\n", self._file.seek(0, os.SEEK_END)
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError:
+            self._file.truncate(end)  # a shorter line may fit, and comes behind
+            raise
         self._count(line)
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 import signal
 import sys
 import tracemalloc
@@ -16,8 +17,15 @@ import pytest
 from protos.serving.v1 import serving_pb2 as pb
 from router.client import Client, Completion, Finish, TokenLogprob
 from router.client import batch as batch_module
-from router.client.batch import Batch, BatchRefused, main
-from router.client.batch_lines import CHAT, COMPLETIONS, LineRefused, answer_line, read_request
+from router.client.batch import Batch, BatchOutput, BatchRefused, main
+from router.client.batch_lines import (
+    CHAT,
+    COMPLETIONS,
+    LineRefused,
+    answer_line,
+    error_line,
+    read_request,
+)
 from router.client.messages import Collector, to_request
 from router.client.resume import Attempts, Resumption
 from router.errors import QueueFull
@@ -311,6 +319,21 @@ async def test_a_second_run_goes_on_where_the_first_was_cut(
     assert read(target).keys() == whole.keys()
     assert echoing.arrivals.qsize() == 4
     assert "10 of 10 lines, 0 with an error, 4.0/s" in progress
+
+
+def test_a_line_that_does_not_fit_on_the_disk_leaves_no_half_before_the_next_one(tmp_path: Path):
+    target = tmp_path / "out.jsonl"
+    output = BatchOutput(target, {hash("a"), hash("b")})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            output.write(error_line("a", "CANCELLED", "it was cancelled", ""))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    output.write(error_line("b", "CANCELLED", "it was cancelled", ""))
+    output.close()
+    assert read(target).keys() == {"b"}
 
 
 @pytest.mark.parametrize(
