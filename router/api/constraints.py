@@ -13,8 +13,10 @@ from hashlib import blake2b
 from subprocess import PIPE, Popen
 from threading import Lock, Timer
 from typing import Any
+from weakref import WeakValueDictionary
 
 from protos.serving.v1 import serving_pb2
+from protos.transport.interceptors import Caller
 from router.api.chat import STUCK_S, worker_environment
 from router.api.grammar_worker import MAX_WORK_S, SIMPLER, dumps, try_build
 from router.api.text import Tokenizer
@@ -97,11 +99,11 @@ class _Build:
     """A grammar that is being built.
 
     Attributes:
-        future: What `try_build` will return.
+        task: Returns what `try_build` does.
         num_waiting: Requests that wait for it.
     """
 
-    future: asyncio.Future[tuple[str, str]]
+    task: asyncio.Task[tuple[str, str]]
     num_waiting: int = 0
 
 
@@ -110,7 +112,8 @@ class _Kept:
 
     def __init__(self) -> None:
         self._built: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
-        self._builds: dict[bytes, _Build] = {}  # in flight
+        self._builds: dict[tuple[Caller, bytes], _Build] = {}  # in flight
+        self._turns = WeakValueDictionary[Caller, asyncio.Lock]()  # of callers that wait
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="constraints")
         self.worker = _Worker()
 
@@ -118,34 +121,40 @@ class _Kept:
         """Starts the process, in a thread."""
         self._thread.submit(self.worker.start)
 
-    async def grammar_of(self, kind: str, text: str) -> str:
-        """Returns the grammar of a constraint, built if it is not known; once for all who ask meanwhile.
+    async def grammar_of(self, kind: str, text: str, caller: Caller = ()) -> str:
+        """Returns the grammar of a constraint, built if it is not known; once for all of a caller's that ask.
+
+        One of each caller's stands in line for the process, so that a flood of them waits behind itself.
 
         Raises:
             InvalidRequest: There is none.
         """
         key = blake2b(f"{kind}:{text}".encode(), digest_size=16).digest()
         if (built := self._built.get(key)) is None:
-            built = self._built[key] = await self._build(key, kind, text)
+            built = self._built[key] = await self._build(key, kind, text, caller)
             if len(self._built) > NUM_KEPT:
                 self._built.popitem(last=False)
         self._built.move_to_end(key)
         return _checked(kind, *built)
 
-    async def _build(self, key: bytes, kind: str, text: str) -> tuple[str, str]:
+    async def _build(self, key: bytes, kind: str, text: str, caller: Caller) -> tuple[str, str]:
         """Returns what `try_build` does. One that nobody waits for any more does not begin."""
-        if (build := self._builds.get(key)) is None:
-            loop = asyncio.get_running_loop()
-            future = loop.run_in_executor(self._thread, self.worker.build, kind, text)
-            build = self._builds[key] = _Build(future)
+        if (build := self._builds.get((caller, key))) is None:
+            task = asyncio.create_task(self._build_in_turn(kind, text, caller))
+            build = self._builds[caller, key] = _Build(task)
         build.num_waiting += 1
         try:
-            return await asyncio.shield(build.future)
+            return await asyncio.shield(build.task)
         finally:
             build.num_waiting -= 1
             if not build.num_waiting:
-                build.future.cancel()
-                del self._builds[key]
+                build.task.cancel()
+                del self._builds[caller, key]
+
+    async def _build_in_turn(self, kind: str, text: str, caller: Caller) -> tuple[str, str]:
+        async with self._turns.setdefault(caller, asyncio.Lock()):
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._thread, self.worker.build, kind, text)
 
 
 _kept = _Kept()
@@ -162,7 +171,9 @@ def warm_up() -> None:
     _kept.warm_up()
 
 
-async def read_constraint(message: serving_pb2.GenerateRequest, model: ServedModel) -> str:
+async def read_constraint(
+    message: serving_pb2.GenerateRequest, model: ServedModel, caller: Caller = ()
+) -> str:
     """Returns the grammar that a request's outputs keep to, as executors get it; empty: none.
 
     Raises:
@@ -194,7 +205,7 @@ async def read_constraint(message: serving_pb2.GenerateRequest, model: ServedMod
             "stop.ignore_eos",
             "an output with a constraint ends with the end-of-sequence token; leave one of them out",
         )
-    return await _kept.grammar_of(kind, text)
+    return await _kept.grammar_of(kind, text, caller)
 
 
 def read_after(

@@ -164,7 +164,7 @@ async def read_request(
     _check_stop(message.stop, model, tokenizer)  # before a prompt is encoded in vain
     if message.HasField("vocabulary"):
         sampling = await _read_vocabulary(message, sampling, model, tokenizer)
-    grammar = await read_constraint(message, model)
+    grammar = await read_constraint(message, model, caller)
     grammar_after = read_after(message.constraint, model, tokenizer)
     prompt = await read_prompt(message, model, tokenizer)
     if resume is not None:

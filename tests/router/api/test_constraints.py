@@ -289,6 +289,19 @@ async def test_a_grammar_that_nobody_waits_for_any_more_is_not_built(
     assert begun == ["a", "c"]
 
 
+async def test_a_callers_flood_of_constraints_delays_anothers_by_one_of_them(
+    slow: tuple[_Kept, list[str], Event],
+):
+    kept, begun, may_go_on = slow
+    flood = await ask(kept, *"abcdefgh")
+    other = asyncio.create_task(kept.grammar_of("regex", "other", ("another",)))
+    await asyncio.sleep(0)
+    may_go_on.set()
+    await asyncio.gather(other, *flood)
+    assert begun.index("other") <= 2
+    assert not kept._turns
+
+
 async def test_only_so_many_grammars_are_kept(monkeypatch: pytest.MonkeyPatch):
     built: list[str] = []
     kept = _Kept()

@@ -13,6 +13,7 @@ from google.rpc import code_pb2
 
 from protos.serving.v1 import serving_pb2 as pb
 from protos.transport.error_details import error_details
+from protos.transport.interceptors import Caller
 from router.api import constraints
 from router.api.text import Tokenizer
 from router.errors import ConstraintFailed, Moved, QueueFull, ShuttingDown
@@ -533,7 +534,7 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """Grammars are built, or fail to be, once this is set."""
     are_built = asyncio.Event()
 
-    async def grammar_of(kind: str, text: str) -> str:
+    async def grammar_of(kind: str, text: str, caller: Caller) -> str:
         await are_built.wait()
         return f"{kind}: {text}"
 
@@ -591,7 +592,7 @@ async def test_a_tag_whose_grammar_is_being_built_is_in_use(builds: asyncio.Even
 async def test_a_grammar_that_fails_as_nobody_expected_ends_its_stream(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    async def grammar_of(kind: str, text: str) -> str:
+    async def grammar_of(kind: str, text: str, caller: Caller) -> str:
         raise RuntimeError("unexpected")
 
     monkeypatch.setattr(constraints._kept, "grammar_of", grammar_of)

@@ -10,6 +10,7 @@ import pytest
 from protos.serving.v1 import serving_pb2 as pb
 from protos.transport.error_details import error_details
 from protos.transport.errors import MAX_MESSAGE_BYTES
+from protos.transport.interceptors import Caller
 from router.api import constraints
 from router.api.generate_many import (
     MAX_ENDS,
@@ -101,7 +102,7 @@ async def test_a_stream_is_read_on_while_more_of_its_grammars_wait_than_are_buil
     last, plain = 3 * MAX_PREPARING, 3 * MAX_PREPARING + 1
     ends: dict[int, str] = {}
 
-    async def grammar_of(kind: str, text: str) -> str:
+    async def grammar_of(kind: str, text: str, caller: Caller) -> str:
         nonlocal num_building
         num_building += 1
         await are_built.wait()
@@ -139,7 +140,7 @@ async def test_a_stream_whose_grammars_that_wait_take_their_share_is_read_on_onc
     num_let_in = MAX_UNPREPARED_BYTES // MIN_UNPREPARED_BYTES
     num_read, ends = 0, list[int]()
 
-    async def grammar_of(kind: str, text: str) -> str:
+    async def grammar_of(kind: str, text: str, caller: Caller) -> str:
         await may_build.acquire()
         return text
 
@@ -176,7 +177,7 @@ async def test_a_request_that_waits_for_its_grammar_has_arrived_before(
     engines.echoes = True
     are_read, read_time = asyncio.Event(), 0.0
 
-    async def grammar_of(kind: str, text: str) -> str:
+    async def grammar_of(kind: str, text: str, caller: Caller) -> str:
         await are_read.wait()
         return text
 
@@ -209,7 +210,7 @@ async def test_a_request_whose_time_is_over_ends_while_its_grammar_is_not_built(
     has_ended = asyncio.Event()
     errors: list[pb.TaggedError] = []
 
-    async def grammar_of(kind: str, text: str) -> str:
+    async def grammar_of(kind: str, text: str, caller: Caller) -> str:
         await has_ended.wait()
         return text
 
@@ -242,7 +243,7 @@ async def test_what_fails_while_a_message_is_written_ends_the_stream(
     engines.echoes = True
     is_writing = asyncio.Event()
 
-    async def grammar_of(kind: str, text: str) -> str:
+    async def grammar_of(kind: str, text: str, caller: Caller) -> str:
         await is_writing.wait()
         raise RuntimeError("unexpected")
 
