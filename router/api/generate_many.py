@@ -41,6 +41,9 @@ MAX_ENDS = 256
 # line, up to so many bytes, each counted as the least at least. Reading goes on until these are full.
 MAX_PREPARING = 16
 MAX_UNPREPARED_BYTES, MIN_UNPREPARED_BYTES = 16 << 20, 4 << 10
+# A message with so many bytes of responses takes no further one, as clients have a limit. A client that
+# reads slowly gets what is new of all requests at once, which may be more than any of them has.
+FULL_BYTES = 1 << 20
 
 Write = Callable[[serving_pb2.GenerateManyResponse], Awaitable[None]]
 
@@ -121,7 +124,8 @@ class ManyCall:
 
     @property
     def _is_idle(self) -> bool:
-        return not (self._live or self._preparing) and self._refusals.empty()
+        waits = self._live or self._preparing or self._listener.ended
+        return not waits and self._refusals.empty()
 
     async def _read(self, messages: AsyncIterator[serving_pb2.GenerateManyRequest]) -> None:
         async for message in messages:
@@ -225,7 +229,7 @@ class ManyCall:
         try:
             self._engines.submit(request)
         except RpcError:
-            self._forget(tag)
+            self._forget(request)
             raise
         if begin := begin_response(request):
             self._begun.append(serving_pb2.TaggedResponse(tag=tag, response=begin))
@@ -240,9 +244,10 @@ class ManyCall:
         self._engines.measures.add_refusal(error.reason)
         return error
 
-    def _forget(self, tag: int) -> None:
-        self._live.pop(tag, None)
-        self._detailed.pop(tag, None)
+    def _forget(self, request: Request) -> None:
+        if self._live.get(request.tag) is request:  # and no other one, as its last ends come later
+            del self._live[request.tag]
+            self._detailed.pop(request.tag, None)
 
     def _take(self) -> serving_pb2.GenerateManyResponse:
         """Returns all that is new. Nothing else runs meanwhile, so columns come first."""
@@ -254,20 +259,23 @@ class ManyCall:
             responses=self._begun,
         )
         self._begun.clear()
-        for request in self._detailed.values():
-            for sequence in request.sequences:
-                if not sequence.is_ended:
-                    _add_response(message, sequence)
+        num_bytes = 0  # of responses
         failed: dict[int, tuple[RpcError, str]] = {}
-        while self._listener.ended:
+        while self._listener.ended and (num_bytes < FULL_BYTES or failed):
             sequence = self._listener.ended.popleft()
             request = sequence.request
-            _add_response(message, sequence)
+            num_bytes += _add_response(message, sequence)
             if (error := sequence.error) is not None:
                 failed[request.tag] = error, request.request_id
                 self._engines.cancel(request, error)  # its other sequences, which come next here
             if not request.is_live:
-                self._forget(request.tag)
+                self._forget(request)
+        for request in self._detailed.values():
+            for sequence in request.sequences:
+                if not sequence.is_ended and num_bytes < FULL_BYTES:
+                    num_bytes += _add_response(message, sequence)
+        if num_bytes >= FULL_BYTES:
+            self._listener.wake()  # the next message has the rest
         message.errors.extend(tagged_error(tag, *failure) for tag, failure in failed.items())
         while not self._refusals.empty():
             message.errors.append(self._refusals.get_nowait())
@@ -280,7 +288,10 @@ def _needs_process(message: serving_pb2.GenerateRequest) -> bool:
     return message.HasField("constraint") or message.HasField("chat")
 
 
-def _add_response(message: serving_pb2.GenerateManyResponse, sequence: Sequence) -> None:
+def _add_response(message: serving_pb2.GenerateManyResponse, sequence: Sequence) -> int:
+    """Adds what is new of a sequence. Returns how many bytes that is."""
     response = take_response(sequence)
-    if response is not None:
-        message.responses.add(tag=sequence.request.tag, response=response)
+    if response is None:
+        return 0
+    message.responses.add(tag=sequence.request.tag, response=response)
+    return response.ByteSize()

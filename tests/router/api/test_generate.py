@@ -14,7 +14,7 @@ from google.rpc import code_pb2
 from protos.serving.v1 import serving_pb2 as pb
 from protos.transport.error_details import error_details
 from protos.transport.interceptors import Caller
-from router.api import constraints
+from router.api import constraints, generate_many
 from router.api.text import Tokenizer
 from router.errors import ConstraintFailed, Moved, QueueFull, ShuttingDown
 from router.requests.request import FinishReason, Request, Sequence
@@ -414,6 +414,31 @@ async def test_cancelling_a_tag_is_answered_under_it():
         message = await stream.read()
         assert [(error.tag, error.code) for error in message.errors] == [(4, code_pb2.CANCELLED)]
         await stream.end()
+
+
+async def test_what_is_new_of_many_requests_is_no_message_that_is_too_long_for_a_client(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(generate_many, "FULL_BYTES", 1)
+    async with streaming() as (engines, stream):
+        ended = [await stream.start(tag, prompt(n=2)) for tag in (1, 2)]
+        running = await stream.start(3, prompt(n=2))
+        for sequence in (*ended[0].sequences, *ended[1].sequences):
+            engines.finish(sequence)
+        for sequence in running.sequences:
+            engines.give(sequence, [9])
+        came = []
+        for _ in range(6):
+            [each] = (await stream.read()).responses
+            came.append((each.tag, each.response.index))
+        assert came == [(tag, index) for tag in (1, 2, 3) for index in (0, 1)]
+        await stream.call.done_writing()
+        for sequence in running.sequences:
+            engines.finish(sequence)
+        for index in (0, 1):
+            [each] = (await stream.read()).responses
+            assert (each.response.index, each.response.HasField("finish")) == (index, True)
+        assert await stream.read() is grpc.aio.EOF
 
 
 async def test_half_closing_lets_running_requests_finish():

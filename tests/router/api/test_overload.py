@@ -11,7 +11,7 @@ from protos.serving.v1 import serving_pb2 as pb
 from protos.transport.error_details import error_details
 from protos.transport.errors import MAX_MESSAGE_BYTES
 from protos.transport.interceptors import Caller
-from router.api import constraints
+from router.api import constraints, generate_many
 from router.api.generate_many import (
     MAX_ENDS,
     MAX_PREPARING,
@@ -91,6 +91,37 @@ async def test_requests_whose_ends_nobody_fetches_hold_up_their_own_stream():
     await running
     tags = [entry.tag for message in sent for entry in message.responses]
     assert sorted(tags) == list(range(4 * MAX_ENDS))
+
+
+async def test_a_request_whose_tag_was_another_ones_too_early_ends_with_its_stream(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The first request has ended, but not all of its ends were written: a message takes one."""
+    monkeypatch.setattr(generate_many, "FULL_BYTES", 1)
+    engines, num_written, may_write = FakeEngines(), 0, asyncio.Semaphore(0)
+
+    async def starts() -> AsyncIterator[pb.GenerateManyRequest]:
+        yield pb.GenerateManyRequest(tag=1, start=prompt(n=2))
+        while not num_written:
+            await asyncio.sleep(0)
+        yield pb.GenerateManyRequest(tag=1, start=prompt())
+
+    async def write(message: pb.GenerateManyResponse) -> None:
+        nonlocal num_written
+        num_written += 1
+        await may_write.acquire()
+
+    listener = engines.listeners.open()
+    running = asyncio.create_task(ManyCall(engines, None, listener).run(starts(), write))  # type: ignore[arg-type]
+    for sequence in (await engines.arrivals.get()).sequences:
+        engines.finish(sequence)
+    second = await engines.arrivals.get()
+    may_write.release()
+    while num_written < 2:
+        await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.wait([running])
+    assert not second.is_live
 
 
 async def test_a_stream_is_read_on_while_more_of_its_grammars_wait_than_are_built_at_once(
