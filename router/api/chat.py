@@ -15,10 +15,12 @@ from asyncio.subprocess import PIPE, Process
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import structlog
 
 from protos.serving.v1 import serving_pb2
+from protos.transport.interceptors import Caller
 from router.api.chat_worker import ANSWER, FAILED, INVALID, REQUEST, Settings, new_environment
 from router.errors import ChatTemplateFailed, InvalidRequest
 
@@ -115,6 +117,7 @@ class ChatRenderer:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._room = asyncio.Semaphore(MAX_WORKERS)
+        self._turns = WeakValueDictionary[Caller, asyncio.Semaphore]()  # of callers that wait
         self._workers: list[_Worker] = []
         self._idle: list[_Worker] = []
         self._warming: asyncio.Task[None] | None = None
@@ -134,17 +137,21 @@ class ChatRenderer:
         finally:
             self._warming = None
 
-    async def render(self, chat: serving_pb2.Chat, max_chars: int) -> str:
+    async def render(self, chat: serving_pb2.Chat, max_chars: int, caller: Caller = ()) -> str:
         """Returns a chat's text; of one that is longer than may be, the beginning, which is, too.
+
+        So many as are rendered at once of each caller's stand in line, so that a flood of them waits
+        behind itself.
 
         Raises:
             InvalidRequest: A field of the chat is wrong.
             ChatTemplateFailed: The template makes no text of it.
         """
-        await self._room.acquire()  # a caller that leaves before that has nothing rendered
-        rendering = asyncio.create_task(self._render(chat.SerializeToString(), max_chars))
-        rendering.add_done_callback(self._end_turn)
-        return await asyncio.shield(rendering)
+        async with self._turns.setdefault(caller, asyncio.Semaphore(MAX_WORKERS)):
+            await self._room.acquire()  # a caller that leaves before that has nothing rendered
+            rendering = asyncio.create_task(self._render(chat.SerializeToString(), max_chars))
+            rendering.add_done_callback(self._end_turn)
+            return await asyncio.shield(rendering)
 
     def _end_turn(self, rendering: asyncio.Task[str]) -> None:
         """Makes room for the next chat.

@@ -113,7 +113,8 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
             with self._engines.measures.counting_refusals():
                 refuse_unknown_fields(request)
                 model = served(self._engines.model)
-                prompt = await encode_prompt(request, model, self._tokenizer)
+                caller = self.flow_of(context)
+                prompt = await encode_prompt(request, model, self._tokenizer, caller)
         return prompt
 
     async def Detokenize(

@@ -166,7 +166,7 @@ async def read_request(
         sampling = await _read_vocabulary(message, sampling, model, tokenizer)
     grammar = await read_constraint(message, model, caller)
     grammar_after = read_after(message.constraint, model, tokenizer)
-    prompt = await read_prompt(message, model, tokenizer)
+    prompt = await read_prompt(message, model, tokenizer, caller)
     if resume is not None:
         _check_prompt(message.resume.prompt_digest, prompt)
     n = message.n or 1

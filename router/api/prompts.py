@@ -9,6 +9,7 @@ import numpy as np
 
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import quoted
+from protos.transport.interceptors import Caller
 from router.api.text import Tokenizer
 from router.errors import InvalidRequest, ModelNotFound, PromptTooLong, TextTooLong
 from router.requests.request import Int32Array
@@ -39,7 +40,10 @@ def check_token_id(field: str, token_id: int, model: ServedModel) -> None:
 
 
 async def read_prompt(
-    message: serving_pb2.GenerateRequest, model: ServedModel, tokenizer: Tokenizer | None
+    message: serving_pb2.GenerateRequest,
+    model: ServedModel,
+    tokenizer: Tokenizer | None,
+    caller: Caller = (),
 ) -> Int32Array:
     """Returns a request's prompt, which leaves room for an output token."""
     match message.WhichOneof("prompt"):
@@ -48,14 +52,14 @@ async def read_prompt(
         case None:
             raise InvalidRequest("prompt", "there is none; set token_ids, text or chat")
         case kind:
-            prompt = await _encode(message, kind, model, tokenizer)
+            prompt = await _encode(message, kind, model, tokenizer, caller)
             if len(prompt) > model.max_prompt_tokens:
                 raise PromptTooLong(kind, len(prompt), model.max_prompt_tokens)
             return prompt
 
 
 async def encode_prompt(
-    message: Encodable, model: ServedModel, tokenizer: Tokenizer | None
+    message: Encodable, model: ServedModel, tokenizer: Tokenizer | None, caller: Caller
 ) -> Int32Array:
     """Returns the tokens of a prompt of any length.
 
@@ -67,7 +71,7 @@ async def encode_prompt(
     kind = message.WhichOneof("prompt")
     if kind is None:
         raise InvalidRequest("prompt", "there is none; set text or chat")
-    return await _encode(message, kind, model, tokenizer)
+    return await _encode(message, kind, model, tokenizer, caller)
 
 
 async def decode(
@@ -131,12 +135,16 @@ async def _encode(
     kind: Literal["text", "chat"],
     model: ServedModel,
     tokenizer: Tokenizer | None,
+    caller: Caller,
 ) -> Int32Array:
     """Returns the tokens of a text or chat, at least one."""
     if tokenizer is None:
         raise InvalidRequest(kind, f"{NO_TOKENIZER}; send token_ids")
     max_chars = MAX_CHARS_PER_TOKEN * model.max_prompt_tokens
-    text = message.text if kind == "text" else await _render(message.chat, tokenizer, max_chars)
+    if kind == "text":
+        text = message.text
+    else:
+        text = await _render(message.chat, tokenizer, max_chars, caller)
     if len(text) > max_chars:  # its tokens would take a hundred times its memory
         raise TextTooLong(kind, len(text), max_chars, model.max_prompt_tokens)
     encode = partial(tokenizer.encode, text, adds_special=kind == "text")
@@ -157,11 +165,13 @@ async def _encode(
     return prompt
 
 
-async def _render(chat: serving_pb2.Chat, tokenizer: Tokenizer, max_chars: int) -> str:
+async def _render(
+    chat: serving_pb2.Chat, tokenizer: Tokenizer, max_chars: int, caller: Caller
+) -> str:
     if tokenizer.chat is None:
         raise InvalidRequest(
             "chat",
             "the model has no chat template; send text or token_ids, or have the operator give the "
             "router one by --chat-template",
         )
-    return await tokenizer.chat.render(chat, max_chars)
+    return await tokenizer.chat.render(chat, max_chars, caller)

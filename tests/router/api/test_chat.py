@@ -382,6 +382,27 @@ async def test_a_chat_whose_caller_left_before_it_began_is_not_rendered(
     assert asked == [chat.SerializeToString() for chat in [*chats[:MAX_WORKERS], chats[-1]]]
 
 
+async def test_a_callers_flood_of_chats_delays_anothers_by_as_many_as_are_rendered_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    asked: list[bytes] = []
+
+    async def ask(data: bytes, max_chars: int) -> tuple[bytes, bytes]:
+        asked.append(data)
+        await asyncio.sleep(0)
+        return TEXT, data
+
+    async def start(_: ChatRenderer) -> Any:
+        return Mock(ask=ask, process=Mock(returncode=None))
+
+    monkeypatch.setattr(ChatRenderer, "_start", start)
+    renderer = ChatRenderer(Settings({}, {}))
+    other = pb.Chat(messages=[pb.ChatMessage(role="other")])
+    flood = [renderer.render(pb.Chat(), 9) for _ in range(20)]
+    await asyncio.gather(*flood, renderer.render(other, 9, ("another",)))
+    assert asked.index(other.SerializeToString()) <= 2 * MAX_WORKERS
+
+
 async def test_a_chat_without_a_template_is_refused(tokenizer: Tokenizer):
     async with connected(FakeEngines(), tokenizer) as stub:
         chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
