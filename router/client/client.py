@@ -115,7 +115,7 @@ class Client:
 
     Raises:
         OSError: A file cannot be read.
-        ValueError: A file makes no sense, or the token would be sent in plain text.
+        ValueError: A file or the token makes no sense, or it would be sent in plain text.
     """
 
     def __init__(
@@ -438,13 +438,15 @@ def channel_opener(
 
     Raises:
         OSError: A file cannot be read.
-        ValueError: A file makes no sense, or the token would be sent in plain text.
+        ValueError: A file or the token makes no sense, or it would be sent in plain text.
     """
     if token is not None and credentials is None and not plaintext and not _is_here(target):
         raise ValueError(
             f"target {target}: the token would be sent in plain text that others can read: give "
             f"credentials, or plaintext=True where the network itself keeps others out"
         )
+    if isinstance(token, str) and not re.fullmatch(r"[!-~]+", token):
+        raise ValueError("token: need visible ASCII characters only; a line's end is none")
     tls: Any = credentials
     if isinstance(credentials, TlsFiles):
         tls = WatchedTls("tls", credentials, cert="cert", ca="ca", interval_s=RELOAD_S)

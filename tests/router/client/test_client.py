@@ -494,6 +494,12 @@ async def test_texts_and_tokens_are_each_others(engines: FakeEngines, tmp_path: 
             await client.tokenize("h€llo")
 
 
+def test_a_token_that_no_call_can_bring_is_refused_without_being_shown():
+    with pytest.raises(ValueError, match="token: need visible ASCII") as caught:
+        Client("unix:nobody", token="secret\n")
+    assert "secret" not in str(caught.value)
+
+
 async def test_nobody_at_the_other_end_is_unavailable():
     async with Client("127.0.0.1:1") as client:
         with pytest.raises(Unavailable) as caught:
