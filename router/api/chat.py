@@ -15,7 +15,6 @@ from asyncio.subprocess import PIPE, Process
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import structlog
 
@@ -23,6 +22,7 @@ from protos.serving.v1 import serving_pb2
 from protos.transport.interceptors import Caller
 from router.api.chat_worker import ANSWER, FAILED, INVALID, REQUEST, Settings, new_environment
 from router.errors import ChatTemplateFailed, InvalidRequest
+from router.requests.callers import Turns
 
 log = structlog.stdlib.get_logger(__name__)
 
@@ -117,7 +117,7 @@ class ChatRenderer:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._room = asyncio.Semaphore(MAX_WORKERS)
-        self._turns = WeakValueDictionary[Caller, asyncio.Semaphore]()  # of callers that wait
+        self._turns = Turns(MAX_WORKERS)
         self._workers: list[_Worker] = []
         self._idle: list[_Worker] = []
         self._warming: asyncio.Task[None] | None = None
@@ -147,7 +147,7 @@ class ChatRenderer:
             InvalidRequest: A field of the chat is wrong.
             ChatTemplateFailed: The template makes no text of it.
         """
-        async with self._turns.setdefault(caller, asyncio.Semaphore(MAX_WORKERS)):
+        async with self._turns.of(caller):
             await self._room.acquire()  # a caller that leaves before that has nothing rendered
             rendering = asyncio.create_task(self._render(chat.SerializeToString(), max_chars))
             rendering.add_done_callback(self._end_turn)

@@ -13,7 +13,6 @@ from hashlib import blake2b
 from subprocess import PIPE, Popen
 from threading import Lock, Timer
 from typing import Any
-from weakref import WeakValueDictionary
 
 from protos.serving.v1 import serving_pb2
 from protos.transport.interceptors import Caller
@@ -21,6 +20,7 @@ from router.api.chat import STUCK_S, worker_environment
 from router.api.grammar_worker import MAX_WORK_S, SIMPLER, dumps, try_build
 from router.api.text import Tokenizer
 from router.errors import InvalidRequest
+from router.requests.callers import Turns
 from router.scheduling.step import ServedModel
 
 MAX_CONSTRAINT_BYTES = 64 << 10
@@ -113,7 +113,7 @@ class _Kept:
     def __init__(self) -> None:
         self._built: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
         self._builds: dict[tuple[Caller, bytes], _Build] = {}  # in flight
-        self._turns = WeakValueDictionary[Caller, asyncio.Lock]()  # of callers that wait
+        self._turns = Turns(1)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="constraints")
         self.worker = _Worker()
 
@@ -152,7 +152,7 @@ class _Kept:
                 del self._builds[caller, key]
 
     async def _build_in_turn(self, kind: str, text: str, caller: Caller) -> tuple[str, str]:
-        async with self._turns.setdefault(caller, asyncio.Lock()):
+        async with self._turns.of(caller):
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._thread, self.worker.build, kind, text)
 

@@ -12,12 +12,15 @@ from protos.transport.errors import quoted
 from protos.transport.interceptors import Caller
 from router.api.text import Tokenizer
 from router.errors import InvalidRequest, ModelNotFound, PromptTooLong, TextTooLong
+from router.requests.callers import Turns
 from router.requests.request import Int32Array
 from router.scheduling.step import ServedModel
 
 MAX_CHARS_PER_TOKEN = 64  # on average: a text of more cannot fit, and is not encoded to see
 SHORT_TEXT_LEN = 512  # characters; handing it to a thread would take longer than encoding it
 SHORT_TOKENS_LEN = 512  # likewise, to decode
+
+_TURNS = Turns(4)  # below the threads that there are: a megabyte takes a third of a second of one
 
 NO_TOKENIZER = "this router has no tokenizer"
 
@@ -151,7 +154,8 @@ async def _encode(
     if len(text) <= SHORT_TEXT_LEN:
         prompt = encode()
     else:  # in a thread: every rank would wait for a long text to be encoded
-        prompt = await asyncio.to_thread(encode)
+        async with _TURNS.of(caller):
+            prompt = await asyncio.to_thread(encode)
     if not len(prompt):
         raise InvalidRequest(kind, f"{quoted(text)} has no tokens; send at least one token's text")
     if prompt.max() >= model.vocab_size:

@@ -3,6 +3,7 @@
 What one caller sends is a flow; of a gateway that names its users in metadata, what one user sends.
 """
 
+import asyncio
 import re
 import secrets
 from collections.abc import Iterable, Mapping
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from hashlib import blake2b
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from protos.settings import Rule, at_least, one_of, setting
 from protos.transport.credentials import Watched
@@ -112,6 +114,21 @@ class CallerSettings:
 
 
 DEFAULTS = CallerSettings()
+
+
+class Turns:
+    """Turns at what takes time before a request waits: a caller's flood of it waits behind itself.
+
+    Args:
+        num_at_once: Turns that each caller may have.
+    """
+
+    def __init__(self, num_at_once: int) -> None:
+        self._num_at_once = num_at_once
+        self._of = WeakValueDictionary[Caller, asyncio.Semaphore]()  # of callers that have some
+
+    def of(self, caller: Caller) -> asyncio.Semaphore:
+        return self._of.setdefault(caller, asyncio.Semaphore(self._num_at_once))
 
 
 @lru_cache(maxsize=1024)

@@ -1,15 +1,21 @@
 """Tokens of texts and texts of tokens, for callers that have no tokenizer."""
 
+import asyncio
+from threading import Event
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from grpc import StatusCode
 
 from protos.serving.v1 import serving_pb2 as pb
 from protos.transport.error_details import error_details
+from router.api.prompts import SHORT_TEXT_LEN, encode_prompt
 from router.api.text import Tokenizer
+from router.requests.request import Int32Array
 from tests.router.support.calls import connected, failure
-from tests.router.support.fake_engines import FakeEngines
+from tests.router.support.fake_engines import MODEL, FakeEngines
 
 
 async def test_texts_become_tokens_and_tokens_texts(tokenizer: Tokenizer):
@@ -51,6 +57,27 @@ async def test_what_cannot_be_encoded_or_decoded_is_refused_by_field_and_counted
             assert error_details(error).field == field
             assert problem in (error.details() or "")
     assert engines.measures.refused.total() == len(REFUSED)
+
+
+async def test_a_callers_flood_of_long_texts_keeps_no_other_callers_waiting():
+    may_go_on = Event()
+
+    def encode(text: str, **_: bool) -> Int32Array:
+        if text[0] == "f":
+            may_go_on.wait()
+        return np.array([5], np.int32)
+
+    async def count(text: str, caller: str) -> int:
+        message = pb.CountTokensRequest(text=text * SHORT_TEXT_LEN * 2)
+        return len(await encode_prompt(message, MODEL, Mock(encode=encode), (caller,)))
+
+    flood = [asyncio.create_task(count("f", "a")) for _ in range(64)]
+    await asyncio.sleep(0)
+    try:
+        assert await asyncio.wait_for(count("o", "b"), 30) == 1
+    finally:
+        may_go_on.set()
+        await asyncio.gather(*flood)
 
 
 @pytest.mark.parametrize(
