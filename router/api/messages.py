@@ -39,7 +39,7 @@ from router.api.prompts import (
 from router.api.text import StopStrings, Tokenizer
 from router.api.unknown_fields import refuse_unknown_fields
 from router.errors import DeadlineExceeded, InvalidRequest, NotReady, ResumeMismatch
-from router.requests.callers import DEFAULTS, MIN_PRIORITY, CallerSettings
+from router.requests.callers import DEFAULTS, MIN_PRIORITY, CallerSettings, Turns
 from router.requests.request import (
     FinishReason,
     Int32Array,
@@ -69,6 +69,7 @@ MAX_TOP_LOGPROBS = 20
 SHORT_OUTPUT_LEN = 512  # tokens; handing them to a thread would take longer than their text
 # Texts of long outputs, one after another: several at once would take as long, and hold the loop up.
 _REPLAYS = ThreadPoolExecutor(max_workers=1, thread_name_prefix="resume")
+_REPLAY_TURNS = Turns(1)
 MIN_TEMPERATURE = 1e-5  # dividing logits by less overflows float32; below it is greedy anyway
 
 _SAMPLING = {field.name: field for field in SAMPLING_FIELDS}
@@ -230,7 +231,8 @@ async def _take_up(request: Request, resume: Resume) -> None:
     if sum(len(ids) for ids in resume.outputs.values() if ids is not None) <= SHORT_OUTPUT_LEN:
         take_up(request, resume)
     else:
-        await asyncio.get_running_loop().run_in_executor(_REPLAYS, take_up, request, resume)
+        async with _REPLAY_TURNS.of(request.caller):
+            await asyncio.get_running_loop().run_in_executor(_REPLAYS, take_up, request, resume)
 
 
 def _draws_seed(message: serving_pb2.GenerateRequest) -> bool:

@@ -413,3 +413,15 @@ async def test_texts_of_long_outputs_are_made_apart_one_after_another_and_in_pie
     assert at_once == [1] * 6
     assert max(fed) == resume.FED_LEN
     assert sum(fed) == 6 * len(ids)
+
+
+async def test_a_callers_flood_of_long_outputs_delays_anothers_by_one_of_them(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    taken_up: list[Any] = []
+    monkeypatch.setattr(messages, "take_up", lambda request, _: taken_up.append(request.caller))
+    model = dataclasses.replace(MODEL, max_model_len=4000)
+    message = resumed(prompt(), tokenizer.encode("und so " * 300).tolist())
+    callers = [("a",)] * 6 + [("b",)]
+    await asyncio.gather(*[read(message, model=model, caller=caller) for caller in callers])
+    assert taken_up.index(("b",)) <= 2
