@@ -13,6 +13,7 @@ from protos.transport.errors import RpcError, abort_on_error
 from protos.transport.interceptors import Caller, caller_of
 from router.api.generate_many import ManyCall
 from router.api.messages import (
+    Takings,
     Whole,
     begin_response,
     empty_response,
@@ -23,7 +24,6 @@ from router.api.messages import (
     refill_response,
     served,
     take_response,
-    within,
 )
 from router.api.prompts import Encodable, decode, encode_prompt
 from router.api.text import Tokenizer
@@ -70,6 +70,7 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
         self._tokenizer = tokenizer
         self._version = version
         self._settings = settings
+        self._takings = Takings()
 
     async def Generate(  # type: ignore[override]  # the stub knows generators only
         self, request: serving_pb2.GenerateRequest, context: Context
@@ -84,7 +85,8 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
         async with abort_on_error(context):
             with self._open_listener() as listener:
                 caller, settings = self.flow_of(context), self._settings
-                call = ManyCall(self._engines, self._tokenizer, listener, caller, settings)
+                parts = self._engines, self._tokenizer, listener, caller, settings, self._takings
+                call = ManyCall(*parts)
                 await call.run(request_iterator, context.write)
 
     async def Complete(
@@ -131,11 +133,12 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
     ) -> serving_pb2.CancelResponse:
         async with abort_on_error(context):
             self._check(request)
-            found = self._engines.find(self.flow_of(context), request.request_id)
-            if found is None:
+            caller, name = self.flow_of(context), request.request_id
+            if (found := self._engines.find(caller, name)) is not None:
+                self._engines.cancel(found)
+            elif not self._takings.cancel(caller, name):
                 self._engines.check_open()  # one that takes requests may have it
-                raise RequestNotFound(request.request_id)
-            self._engines.cancel(found)
+                raise RequestNotFound(name)
         return serving_pb2.CancelResponse()
 
     async def GetModel(
@@ -192,8 +195,9 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
         """
         with self._open_listener() as listener:
             with self._engines.measures.counting_refusals():
-                arrival_time = asyncio.get_running_loop().time()
-                async with within(read_timeout(message, call_timeout_s), arrival_time):
+                arrival_time, name = asyncio.get_running_loop().time(), message.request_id
+                timeout_s = read_timeout(message, call_timeout_s)
+                async with self._takings.within(timeout_s, arrival_time, caller, name):
                     submitted = await read_request(
                         message,
                         model=self._engines.model,

@@ -19,13 +19,13 @@ from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError
 from protos.transport.interceptors import Caller
 from router.api.messages import (
+    Takings,
     begin_response,
     name_request,
     read_request,
     read_timeout,
     tagged_error,
     take_response,
-    within,
 )
 from router.api.text import Tokenizer
 from router.api.unknown_fields import refuse_unknown_fields
@@ -57,6 +57,7 @@ class ManyCall:
         listener: Of this stream only.
         caller: Who opened the stream.
         settings: What a caller may ask for.
+        takings: Of the router.
     """
 
     def __init__(
@@ -66,12 +67,14 @@ class ManyCall:
         listener: Listener,
         caller: Caller = (),
         settings: CallerSettings = DEFAULTS,
+        takings: Takings | None = None,
     ) -> None:
         self._engines = engines
         self._tokenizer = tokenizer
         self._listener = listener
         self._caller = caller
         self._settings = settings
+        self._takings = takings or Takings()
         self._live: dict[int, Request] = {}
         self._detailed: dict[int, Request] = {}  # the live ones whose tokens are no columns
         self._preparing: dict[int, asyncio.Task[None]] = {}  # that are not submitted yet, by tag
@@ -182,7 +185,10 @@ class ManyCall:
         self, tag: int, name: str, data: bytes, arrival_time: float, timeout_s: float | None
     ) -> None:
         try:
-            async with within(timeout_s, arrival_time), self._room:
+            async with (
+                self._takings.within(timeout_s, arrival_time, self._caller, name),
+                self._room,
+            ):
                 message = serving_pb2.GenerateRequest.FromString(data)
                 await self._submit(tag, message, arrival_time)
         except RpcError as error:

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 from google.protobuf.duration_pb2 import Duration
@@ -38,7 +39,7 @@ from router.api.prompts import (
 )
 from router.api.text import StopStrings, Tokenizer
 from router.api.unknown_fields import refuse_unknown_fields
-from router.errors import DeadlineExceeded, InvalidRequest, NotReady, ResumeMismatch
+from router.errors import Cancelled, DeadlineExceeded, InvalidRequest, NotReady, ResumeMismatch
 from router.requests.callers import DEFAULTS, MIN_PRIORITY, CallerSettings, Turns
 from router.requests.request import (
     FinishReason,
@@ -101,23 +102,51 @@ def name_request(message: Any) -> str:
     return request_id if REQUEST_ID.fullmatch(request_id) else ""
 
 
-@asynccontextmanager
-async def within(timeout_s: float | None, arrival_time: float) -> AsyncIterator[None]:
-    """Ends what is done to take a request, such as building its grammar, when the request's time is over.
+class Takings:
+    """Requests that are being taken, while their grammars and prompts are made."""
 
-    Args:
-        timeout_s: Of the request; None: it has none.
-        arrival_time: When it came, on the event loop's clock.
+    def __init__(self) -> None:
+        self._tasks: dict[tuple[Caller, str], asyncio.Task[Any]] = {}
+        self._cancelled = WeakSet[asyncio.Task[Any]]()
 
-    Raises:
-        DeadlineExceeded: It was.
-    """
-    try:
-        async with asyncio.timeout_at(None if timeout_s is None else arrival_time + timeout_s):
-            yield
-    except TimeoutError:
-        assert timeout_s is not None
-        raise DeadlineExceeded("been taken", timeout_s) from None
+    @asynccontextmanager
+    async def within(
+        self, timeout_s: float | None, arrival_time: float, caller: Caller, request_id: str
+    ) -> AsyncIterator[None]:
+        """Takes a request in the running task, until it is cancelled or its time is over.
+
+        Args:
+            timeout_s: Of the request; None: it has none.
+            arrival_time: When it came, on the event loop's clock.
+            caller, request_id: By which it may be cancelled.
+
+        Raises:
+            DeadlineExceeded, Cancelled: It was.
+        """
+        task, key = asyncio.current_task(), (caller, request_id)
+        assert task is not None
+        self._tasks.setdefault(key, task)  # another one of this name is refused in the end
+        try:
+            async with asyncio.timeout_at(None if timeout_s is None else arrival_time + timeout_s):
+                yield
+        except TimeoutError:
+            assert timeout_s is not None
+            raise DeadlineExceeded("been taken", timeout_s) from None
+        except asyncio.CancelledError:
+            if task not in self._cancelled or task.uncancel():
+                raise
+            raise Cancelled("the request was cancelled") from None
+        finally:
+            if self._tasks.get(key) is task:
+                del self._tasks[key]
+
+    def cancel(self, caller: Caller, request_id: str) -> bool:
+        """Ends one. Returns whether it is there."""
+        task = self._tasks.get((caller, request_id))
+        if task is not None and task not in self._cancelled:
+            self._cancelled.add(task)
+            task.cancel()
+        return task is not None
 
 
 async def read_request(

@@ -641,3 +641,33 @@ async def test_a_call_does_not_wait_for_a_grammar_longer_than_its_request_has_ti
         await engines.idle()
         assert engines.measures.refused["DEADLINE_EXCEEDED"] == 1
         assert engines.arrivals.empty()
+
+
+@pytest.mark.parametrize("method", ["Generate", "Complete", "GenerateMany"])
+async def test_a_request_is_cancelled_by_its_id_while_its_grammar_is_built(
+    method: str, monkeypatch: pytest.MonkeyPatch
+):
+    is_building = asyncio.Event()
+
+    async def grammar_of(kind: str, text: str, caller: Caller) -> str:
+        is_building.set()
+        return await asyncio.Future()
+
+    monkeypatch.setattr(constraints._kept, "grammar_of", grammar_of)
+    engines, start = FakeEngines(), constrained()
+    start.request_id = "mine"
+    async with connected(engines) as stub:
+        is_many = method == "GenerateMany"
+        call = stub.GenerateMany() if is_many else getattr(stub, method)(start)
+        if is_many:
+            await call.write(pb.GenerateManyRequest(tag=1, start=start))
+        await is_building.wait()
+        await stub.Cancel(pb.CancelRequest(request_id="mine"))
+        if is_many:
+            [error] = (await call.read()).errors
+            assert (error.tag, error.reason) == (1, "CANCELLED")
+            await call.done_writing()
+        else:
+            assert error_details(await failure(call)).reason == "CANCELLED"
+        await engines.idle()
+        assert engines.arrivals.empty()
