@@ -125,7 +125,8 @@ class Takings:
         """
         task, key = asyncio.current_task(), (caller, request_id)
         assert task is not None
-        self._tasks.setdefault(key, task)  # another one of this name is refused in the end
+        if request_id:
+            self._tasks.setdefault(key, task)  # another one of this name is refused in the end
         try:
             async with asyncio.timeout_at(None if timeout_s is None else arrival_time + timeout_s):
                 yield

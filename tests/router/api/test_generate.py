@@ -662,6 +662,10 @@ async def test_a_request_is_cancelled_by_its_id_while_its_grammar_is_built(
         if is_many:
             await call.write(pb.GenerateManyRequest(tag=1, start=start))
         await is_building.wait()
+        nobodys = stub.Complete(constrained())
+        error = await failure(stub.Cancel(pb.CancelRequest()))  # not that one's: it has no id
+        assert error_details(error).reason == "REQUEST_NOT_FOUND"
+        nobodys.cancel()
         await stub.Cancel(pb.CancelRequest(request_id="mine"))
         if is_many:
             [error] = (await call.read()).errors
