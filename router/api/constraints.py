@@ -112,6 +112,7 @@ class _Kept:
 
     def __init__(self) -> None:
         self._built: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
+        self._lock = Lock()  # of these
         self._builds: dict[tuple[Caller, bytes], _Build] = {}  # in flight
         self._turns = Turns(1)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="constraints")
@@ -130,17 +131,19 @@ class _Kept:
             InvalidRequest: There is none.
         """
         key = blake2b(f"{kind}:{text}".encode(), digest_size=16).digest()
-        if (built := self._built.get(key)) is None:
-            built = self._built[key] = await self._build(key, kind, text, caller)
-            if len(self._built) > NUM_KEPT:
-                self._built.popitem(last=False)
-        self._built.move_to_end(key)
+        built = self._find(key) or await self._build(key, kind, text, caller)
         return _checked(kind, *built)
+
+    def _find(self, key: bytes) -> tuple[str, str] | None:
+        with self._lock:
+            if key in self._built:
+                self._built.move_to_end(key)
+            return self._built.get(key)
 
     async def _build(self, key: bytes, kind: str, text: str, caller: Caller) -> tuple[str, str]:
         """Returns what `try_build` does. One that nobody waits for any more does not begin."""
         if (build := self._builds.get((caller, key))) is None:
-            task = asyncio.create_task(self._build_in_turn(kind, text, caller))
+            task = asyncio.create_task(self._build_in_turn(key, kind, text, caller))
             build = self._builds[caller, key] = _Build(task)
         build.num_waiting += 1
         try:
@@ -151,10 +154,22 @@ class _Kept:
                 build.task.cancel()
                 del self._builds[caller, key]
 
-    async def _build_in_turn(self, kind: str, text: str, caller: Caller) -> tuple[str, str]:
+    async def _build_in_turn(
+        self, key: bytes, kind: str, text: str, caller: Caller
+    ) -> tuple[str, str]:
         async with self._turns.of(caller):
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._thread, self.worker.build, kind, text)
+            return await loop.run_in_executor(self._thread, self._build_now, key, kind, text)
+
+    def _build_now(self, key: bytes, kind: str, text: str) -> tuple[str, str]:
+        """Runs in the thread. Another caller's may have been built while this one stood in line."""
+        if (built := self._find(key)) is None:
+            built = self.worker.build(kind, text)
+            with self._lock:
+                self._built[key] = built
+                if len(self._built) > NUM_KEPT:
+                    self._built.popitem(last=False)
+        return built
 
 
 _kept = _Kept()

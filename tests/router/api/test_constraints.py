@@ -301,6 +301,17 @@ async def test_a_callers_flood_of_constraints_delays_anothers_by_one_of_them(
     assert begun.index("other") <= 2
 
 
+async def test_one_constraint_of_many_callers_is_built_once(
+    slow: tuple[_Kept, list[str], Event],
+):
+    kept, begun, may_go_on = slow
+    asked = [asyncio.create_task(kept.grammar_of("regex", "a", (str(i),))) for i in range(8)]
+    await asyncio.sleep(0)
+    may_go_on.set()
+    assert len(set(await asyncio.gather(*asked))) == 1
+    assert begun == ["a"]
+
+
 async def test_only_so_many_grammars_are_kept(monkeypatch: pytest.MonkeyPatch):
     built: list[str] = []
     kept = _Kept()
