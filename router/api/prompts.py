@@ -1,6 +1,7 @@
 """Prompts as tokens, and tokens as text: what requests go on from, and what callers ask to see."""
 
 import asyncio
+import os
 from collections.abc import Sequence as SequenceOf
 from functools import partial
 from typing import Literal
@@ -20,7 +21,8 @@ MAX_CHARS_PER_TOKEN = 64  # on average: a text of more cannot fit, and is not en
 SHORT_TEXT_LEN = 512  # characters; handing it to a thread would take longer than encoding it
 SHORT_TOKENS_LEN = 512  # likewise, to decode
 
-_TURNS = Turns(4)  # below the threads that there are: a megabyte takes a third of a second of one
+# About half of asyncio's threads (ThreadPoolExecutor): a megabyte takes a third of a second of one.
+_TURNS = Turns((min(32, (os.cpu_count() or 1) + 4) + 2) // 2)
 
 NO_TOKENIZER = "this router has no tokenizer"
 
