@@ -215,28 +215,27 @@ class ElasticPolicy:
         self._note(now, candidates)
         answering, candidates = candidates, self._alike(candidates)
         self._check_spares(now, candidates)
-        staying, newcomers = self._teams_of(candidates)
-        free = [team for team in newcomers if not self._is_held_off(team, now)]
         size, _ = self._sizes(candidates)
+        staying, newcomers = self._teams_of(candidates)
+        staying = staying[:size]
         needed = self._needed(now, candidates)
         least = min(-(-needed // _num_peers(candidates)), size)
-        ready = self._plan(self._filled(staying, free, size))
-        is_quick = ready is not None and all(
-            ready.can_join(member) for team in free if team in ready.teams for member in team
-        )
-        held_off = sorted(  # or the same would be tried for ever, where one of them is broken
-            (team for team in newcomers if team not in free),
-            key=lambda team: max(self.held_off_until(each.address, now) for each in team),
-        )
-        everybody = [*staying, *free, *held_off][:size]
-        for plan in (
-            ready if is_quick else None,
-            self._plan(staying[:size]),
-            ready,
-            self._plan(everybody),
-        ):
-            if plan is not None and len(plan.teams) >= least:
+        free = [team for team in newcomers if not self._is_held_off(team, now)]
+        plans = self._plans(staying, free, self._best(staying, free, size), least)
+        for plan in plans:
+            if all(map(plan.can_join, (each for t in plan.teams if t in free for each in t))):
                 return plan
+        last = sorted(  # or the same would be tried for ever, where one of them is broken
+            newcomers,
+            key=lambda team: (
+                not self._have_room(team),
+                max(now, *(self.held_off_until(member.address, now) for member in team)),
+            ),
+        )[: size - len(staying)]
+        plans = plans or self._plans(staying, last, last, least)
+        if plans:
+            return plans[0]
+        everybody = [*staying, *last]
         if len(everybody) >= least:
             raise GroupMismatch(_room_of(everybody))
         is_early = needed > self._strength.least
@@ -304,6 +303,10 @@ class ElasticPolicy:
         self._lost_names.clear()
         self._num_failures, self._acquitted = 0, ("", [])
         self._held.clear()
+
+    def note_growing(self, now: float) -> None:
+        """Notes that an epoch is ended to grow, which is not done again soon, whatever comes of it."""
+        self._grown = now
 
     def note_not_formed(self, now: float, formation: Formation, failed: str = "") -> list[str]:
         """Notes that a group of `choose` did not form. Returns who is held off for it, the second time.
@@ -474,6 +477,9 @@ class ElasticPolicy:
         num_slots = num_slots_for(candidate.num_experts, size * candidate.attn_tp_size)
         return size in candidate.dp_sizes and num_slots <= candidate.max_slots
 
+    def _have_room(self, team: Team) -> bool:
+        return all(map(self._has_room, team))
+
     def _is_fit(self, spare: Candidate) -> bool:
         """Whether a spare could be beside the members."""
         is_alike = spare.agreement == self._members()[0].agreement
@@ -522,8 +528,8 @@ class ElasticPolicy:
         ]
         return staying, list(zip(*by_rank, strict=False))
 
-    def _filled(self, staying: Sequence[Team], free: Sequence[Team], size: int) -> list[Team]:
-        """Returns the DP ranks that stay and as many others as the group lacks, in their order.
+    def _best(self, staying: Sequence[Team], free: Sequence[Team], size: int) -> list[Team]:
+        """Returns as many others as the DP ranks that stay lack, in the order of their use.
 
         They are chosen one after the other, so that few experts are loaded: of those with room for the
         group's size, the first that holds most experts which none before it holds; then the rest likewise.
@@ -534,15 +540,45 @@ class ElasticPolicy:
             return {expert for member in team for expert in member.held[:num_slots]} - {GHOST}
 
         def preference(team: Team) -> tuple[bool, int]:
-            return all(map(self._has_room, team)), len(held(team) - there)
+            return self._have_room(team), len(held(team) - there)
 
-        teams, left = list(staying[:size]), list(free)
-        there = set[int]().union(*map(held, teams))
-        while left and len(teams) < size:
-            teams.append(best := max(left, key=preference))
+        chosen, left = list[Team](), list(free)
+        there = set[int]().union(*map(held, staying))
+        while left and len(staying) + len(chosen) < size:
+            chosen.append(best := max(left, key=preference))
             left.remove(best)
             there |= held(best)
-        return [team for team in [*staying, *free] if team in teams]
+        return chosen
+
+    def _plans(
+        self, staying: Sequence[Team], free: Sequence[Team], chosen: Sequence[Team], least: int
+    ) -> list[Formation]:
+        """Returns the groups of at least so many DP ranks: of all that are chosen, then of ever fewer.
+
+        Those are left out first for which callers would wait, and then the last ones. Without room for the
+        group's size none is in others than the first.
+
+        Args:
+            staying: In all of these groups.
+            free: Others, in the order in which they stand.
+            chosen: Those of them that join.
+            least: DP ranks.
+        """
+        plans: list[Formation] = []
+        joining = list(chosen)
+        while True:
+            plan = self._plan([*staying, *(team for team in free if team in joining)])
+            have_room = len(joining) == len(chosen) or all(map(self._have_room, joining))
+            if plan is not None and have_room and len(plan.teams) >= least:
+                plans.append(plan)
+            if not joining:
+                return plans
+            late = [team for team in joining if not self._is_quick(team, plan)]
+            joining.remove((late or joining)[-1])
+
+    def _is_quick(self, team: Team, plan: Formation | None) -> bool:
+        """Whether a team keeps nobody from joining a group, nor waiting for its experts."""
+        return self._have_room(team) and (plan is None or all(map(plan.can_join, team)))
 
     def _replacements(self, newcomers: Sequence[Team]) -> Iterable[tuple[Candidate, Formation]]:
         """Yields the spares that could take the place of no member yet, and whose they should."""

@@ -137,6 +137,7 @@ class Spares:
                 )
         joining = {each.address for each, plan in review.stages if plan.change is Change.GROW}
         if review.grows and not any(map(self._is_loading, joining)):  # or callers would wait for it
+            self._policy.note_growing(self._clock())
             self._on_grow()
 
     def _is_loading(self, address: str) -> bool:

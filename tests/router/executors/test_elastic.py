@@ -216,6 +216,16 @@ def test_a_group_grows_by_who_has_been_there_for_long_enough_and_has_its_experts
     assert (names(formation), formation.change) == ("abc", Change.GROW)
 
 
+def test_a_group_grows_by_one_while_another_that_it_lacks_is_there_and_has_not_loaded() -> None:
+    """Else it would end its epoch for nothing, each second for as long as that one loads."""
+    group, [a, b, c] = policy(3, 1), executors("abc", expert_bytes=LARGE)
+    member = staged(a, form(group, 60, [a]))
+    [(_, target)] = group.review(61, [b]).stages
+    ready = staged(b, target)
+    assert group.review(91, [ready, c]).grows
+    assert names(group.choose(91, [member, ready, c])) == "ab"
+
+
 def test_who_was_away_in_between_is_counted_from_its_return() -> None:
     group = policy(2, 1)
     form(group, 60, executors("a"))
@@ -453,6 +463,18 @@ def test_a_spare_without_room_for_the_groups_size_hides_none_that_has_it(
     assert review.grows
     assert review.states["c"] == SpareState.UNFIT
     assert names(group.choose(120, [*executors("ab"), *spares])) == "abd"
+    assert names(group.choose(120, [*executors("a"), *spares])) == "ad"
+
+
+def test_executors_without_room_for_the_groups_size_hide_none_that_it_cannot_serve_without() -> (
+    None
+):
+    group = policy(3, 2)
+    form(group, 0, executors("abd"))
+    small = executor("c", max_slots=2, held=(6, 7))
+    assert names(group.choose(1, [executor("a"), small, executor("d")])) == "ad"
+    group.note_failed(1, "d")
+    assert names(group.choose(1, [executor("a"), small, executor("d")])) == "ad"
 
 
 def test_a_member_that_cannot_load_what_falls_to_it_stops_no_others() -> None:
@@ -523,11 +545,13 @@ def test_whatever_happens_a_group_keeps_to_its_sizes_and_is_whole_again_in_the_e
             if not review.grows:
                 continue
         before = formation
+        grows = bool(members) and members <= {each.name for each in answering}
         try:
             formation = group.choose(now, answering)
         except ExecutorLost:
             formation = None
             continue
+        assert not grows or formation.change is Change.GROW, "an epoch was ended for it"
         if rng.random() < 0.1:
             formation = None  # its forming failed, and nobody is to blame
             continue

@@ -419,6 +419,21 @@ async def test_a_spare_that_cannot_load_is_held_off_and_its_group_grows_by_the_o
 
 
 @on_virtual_clock
+async def test_an_epoch_that_was_ended_to_grow_in_vain_is_not_ended_again_soon() -> None:
+    peers = {address: Peer(0, 0, 0, 1, num_slots=8) for address in "ab"}
+    clock = asyncio.get_running_loop().time
+    _, spares, grows = await watch_spares(
+        peers, Strength(2, 1), lambda address, request: peers[address].stage(request, None)
+    )
+    await grows.wait()
+    before = clock()
+    grows.clear()
+    await grows.wait()
+    assert clock() - before == pytest.approx(60, abs=1)
+    spares.stop()
+
+
+@on_virtual_clock
 async def test_a_spare_that_ends_while_it_loads_is_not_held_off() -> None:
     peers = {address: Peer(0, 0, 0, 1, num_slots=8) for address in "ab"}
     ends, staged = [ShuttingDown("it was told to stop"), Gone("nobody listens")], asyncio.Event()
