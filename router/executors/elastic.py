@@ -1,6 +1,6 @@
 """Elastic groups: which executors form one, where its experts go, and when it grows. Pure: times are passed in.
 
-    SERVING(W) ── loss ──▶ choose ──┬─ newcomers that load next to nothing ──▶ form(W)      replace
+    SERVING(W) ── loss ──▶ choose ──┬─ newcomers that load little ───────────▶ form(W)      replace
        ▲                            ├─ the others are min or more ───────────▶ form(W - 1)  shrink
        │                            ├─ newcomers, whatever they load ────────▶ form         replace
        │                            └─ fewer than min ───────────────────────▶ wait
@@ -138,9 +138,13 @@ class Formation:
         held = zip_longest(member.held[: len(row)], row, fillvalue=GHOST)
         return sum(expert not in (GHOST, own) for own, expert in held)
 
+    def num_bytes(self, member: Candidate) -> int:
+        """Returns what these take."""
+        return self.missing(member) * member.expert_bytes
+
     def can_join(self, member: Candidate) -> bool:
         """Whether a member would keep nobody waiting for its experts."""
-        return self.missing(member) * member.expert_bytes <= MAX_JOIN_BYTES
+        return self.num_bytes(member) <= MAX_JOIN_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +226,11 @@ class ElasticPolicy:
         least = min(-(-needed // _num_peers(candidates)), size)
         free = [team for team in newcomers if not self._is_held_off(team, now)]
         plans = self._plans(staying, free, self._best(staying, free, size), least)
+        alone = [plan for plan in plans if len(plan.teams) == len(staying)]
+        spared = max((plan.num_bytes(each) for plan in alone for each in plan.members), default=0)
         for plan in plans:
-            if all(map(plan.can_join, (each for t in plan.teams if t in free for each in t))):
+            joining = (each for team in plan.teams if team in free for each in team)
+            if all(plan.can_join(each) or plan.num_bytes(each) < spared for each in joining):
                 return plan
         last = sorted(  # or the same would be tried for ever, where one of them is broken
             newcomers,

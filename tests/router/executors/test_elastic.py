@@ -156,11 +156,11 @@ def test_who_stays_loads_only_what_the_lost_one_had() -> None:
 
 def test_a_spare_that_would_have_to_load_much_does_so_behind_the_traffic() -> None:
     group = policy(2, 1)
-    form(group, 0, executors("abc", expert_bytes=LARGE))
+    before = form(group, 0, executors("abc", expert_bytes=LARGE))
     spares = executors("c", expert_bytes=LARGE)
     [(spare, target)] = group.review(5, spares).stages
     assert group.review(5, spares).states == {"c": SpareState.COLD}
-    left = executors("a", expert_bytes=LARGE)
+    left = [staged(each, before) for each in before.members if each.address == "a"]
     assert names(group.choose(10, [*left, *spares])) == "a"
     ready = staged(spare, target)
     assert group.review(10, [ready]).states == {"c": SpareState.STAGED}
@@ -192,6 +192,21 @@ def test_two_places_go_to_spares_that_have_loaded_the_experts_of_one_each() -> N
     stays = [staged(member, before) for member in before.members if member.address in "bc"]
     after = group.choose(2, [*stays, *map(spares.__getitem__, "vzwxy")])
     assert (names(after), [*map(after.missing, after.members)]) == ("bcvy", [0] * 4)
+
+
+def test_of_two_places_one_goes_to_the_only_spare_that_has_loaded_experts() -> None:
+    """Without it the others would load more, and be fewer."""
+    size: dict[str, object] = {"num_experts": 12, "max_slots": 12, "held": (GHOST,) * 12}
+    group, world = policy(4, 1), executors("abcdxy", expert_bytes=LARGE, **size)
+    before = form(group, 0, world)
+    [(spare, target)] = group.review(1, world[4:5]).stages
+    x = staged(spare, target)
+    stays = [staged(member, before) for member in before.members if member.address in "bc"]
+    after = group.choose(2, [*stays, x, world[5]])
+    assert (names(after), after.change) == ("bcx", Change.SHRINK)
+    assert [*map(after.missing, after.members)] == [1, 1, 1]
+    alone = group.choose(2, stays)
+    assert [*map(alone.missing, alone.members)] == [3, 3]
 
 
 def test_where_too_few_are_left_a_spare_loads_at_its_join() -> None:
