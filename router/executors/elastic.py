@@ -114,6 +114,9 @@ class SpareState(StrEnum):
     UNFIT = "unfit"  # it is not like the group's executors, or has no room for what they have
 
 
+USELESS = SpareState.UNFIT, SpareState.HELD_OFF  # for now
+
+
 @dataclass(frozen=True, slots=True)
 class Formation:
     """A group that is to be formed.
@@ -396,6 +399,8 @@ class ElasticPolicy:
             else SpareState.COLD
             for spare in spares
         }
+        if self._is_whole(sum(state not in USELESS for state in states.values())):
+            self._weak_since = None
         return Review(grows, tuple(stages), states)
 
     def held_off_until(self, address: str, now: float) -> float:
@@ -417,12 +422,15 @@ class ElasticPolicy:
             now: The time.
             num_spares: Executors that answer and are not in the group.
         """
-        if len(self._members()) + num_spares >= self._strength.size:
+        if self._is_whole(num_spares):
             self._weak_since = None
             return True
         if self._weak_since is None:
             self._weak_since = now
         return now - self._weak_since >= MAX_TRIAL_WAIT_S
+
+    def _is_whole(self, num_spares: int) -> bool:
+        return len(self._members()) + num_spares >= self._strength.size
 
     # ---- who is there
 

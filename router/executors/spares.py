@@ -12,6 +12,7 @@ from protos.serving.v1.serving_pb2 import SpareStatus
 from protos.transport.error_details import error_details
 from protos.transport.errors import duration
 from router.executors.elastic import (
+    USELESS,
     Candidate,
     Change,
     ElasticPolicy,
@@ -73,8 +74,7 @@ class Spares:
     @property
     def number(self) -> int:
         """Of those that answered last and may be in the group now."""
-        useless = SpareState.UNFIT, SpareState.HELD_OFF
-        return sum(state not in useless for state in self._states.values())
+        return sum(state not in USELESS for state in self._states.values())
 
     def status(self) -> list[SpareStatus]:
         """Returns what is known of each, as GetStatus sends it; nothing while the group forms."""

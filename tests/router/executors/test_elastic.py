@@ -514,6 +514,23 @@ def test_suspects_wait_for_an_executor_to_spare_but_not_for_ever() -> None:
     assert not group.may_try_suspects(63, num_spares=0)
 
 
+@pytest.mark.parametrize(("members", "spares"), [("ac", ""), ("a", "c")])
+def test_suspects_wait_anew_for_an_executor_to_spare_where_there_was_one_in_between(
+    members: str, spares: str
+) -> None:
+    """Whether or not there were suspects then."""
+    group = policy(2, 1)
+    form(group, 0, executors("ab"))
+    form(group, 1, executors("a"))
+    assert not group.may_try_suspects(1, num_spares=0)
+    form(group, 10, executors(members))
+    group.review(10, executors(spares))
+    form(group, 100, executors("a"))
+    group.review(100, [])
+    assert not group.may_try_suspects(100, num_spares=0)
+    assert group.may_try_suspects(160, num_spares=0)
+
+
 def ranks_kept(one: Formation | None, other: Formation | None) -> list[list[tuple[str, str]]]:
     """The DP ranks of one group that the other has, in its order."""
     if one is None or other is None:
