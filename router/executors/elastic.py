@@ -70,6 +70,7 @@ class Candidate:
         expert_bytes: Of one expert.
         max_len: Tokens of the longest sequence that its KV has room for.
         agreement: What the executors of a group must have alike.
+        fingerprint: Of their model, likewise; requests that were taken can end with no other.
         num_placed: Executors of the group that it was placed in last; 0: it never was.
     """
 
@@ -84,6 +85,7 @@ class Candidate:
     expert_bytes: int = 0
     max_len: int = 0
     agreement: bytes = b""
+    fingerprint: str = ""
     num_placed: int = 0
 
     @property
@@ -194,6 +196,7 @@ class ElasticPolicy:
         self._settings = settings
         self._begun = now
         self.max_len = 0
+        self._fingerprint = ""  # of the model of the first epoch
         self._teams: tuple[Team, ...] = ()  # of the last epoch
         self._held: dict[str, float] = {}  # when each was last seen to be another's
         self._lost_names: set[tuple[str, str]] = set()  # of them, whose place is lost already
@@ -309,6 +312,7 @@ class ElasticPolicy:
             )
             for team in formation.teams
         )
+        self._fingerprint = self._fingerprint or formation.members[0].fingerprint
         self.max_len = self.max_len or min(each.max_len for each in formation.members)
         self._lost_names.clear()
         self._num_failures, self._acquitted = 0, ("", [])
@@ -473,10 +477,12 @@ class ElasticPolicy:
     def _alike(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """Returns those with room for its sequences that agree with the last epoch's members, or with most.
 
-        While executors are replaced by others with new settings, so, the group goes on with the old ones
+        Those of another model come into it only where those of its own are fewer than the least. While executors are replaced by others with new settings, so, the group goes on with the old ones
         until they are fewer than the least.
         """
         candidates = [each for each in candidates if each.max_len >= self.max_len]
+        own = [each for each in candidates if each.fingerprint == self._fingerprint]
+        candidates = own if len(own) >= self._strength.least else candidates
         counts = Counter(candidate.agreement for candidate in candidates)
         if not counts:
             return []

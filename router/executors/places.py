@@ -45,6 +45,7 @@ def candidate_of(member: Member) -> Candidate:
         expert_bytes=told.model.bytes_per_expert,
         max_len=max_len_of(member),
         agreement=told.agreement_digest,
+        fingerprint=told.model.fingerprint,
         num_placed=told.coordinates.dp_size * told.coordinates.attn_tp_size,
     )
 

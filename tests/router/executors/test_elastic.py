@@ -452,6 +452,16 @@ def test_executors_with_other_settings_take_over_when_too_few_of_the_old_are_lef
     assert names(form(group, 102, new)) == "cd"
 
 
+def test_a_group_goes_back_to_its_model_as_soon_as_enough_executors_have_it() -> None:
+    """With another one the router serves nobody: who was there first would keep it from serving."""
+    group = policy(2, 1)
+    own = executors("ab", agreement=b"own", fingerprint="own")
+    other = executors("cde", agreement=b"other", fingerprint="other")
+    form(group, 0, own)
+    assert names(form(group, 1, other)) == "cd"
+    assert names(form(group, 2, [own[0], *other])) == "a"
+
+
 def test_a_spare_with_less_room_for_kv_than_the_group_began_with_takes_no_place() -> None:
     """Sequences that were taken could not end there."""
     group = policy(2, 1)
