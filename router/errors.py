@@ -27,6 +27,7 @@ ExecutorLost            a group's step cannot be finished; the group forms again
 ├── ExecutorLeft        because an executor was told to stop: nobody's fault
 │   ├── GroupGrows      because there are more executors for it
 │   └── SuspectsFirst   because requests that may kill executors run alone
+├── ResolverFailed      because nobody could say now where the executors are
 ├── ExecutorUnfit       because an executor cannot take the place that it was given
 ├── MemberNotJoined     because an executor could not join, for itself or for want of another
 ├── ExecutorLied        because what an executor said cannot be; it is left out until it restarts
@@ -242,6 +243,10 @@ class GroupGrows(ExecutorLeft):
 
 class SuspectsFirst(ExecutorLeft):
     """Its epoch ended between two steps, so that suspects, which had to wait, run before all others."""
+
+
+class ResolverFailed(ExecutorLost):
+    """A name could not be looked up, which says nothing of the executors behind it."""
 
 
 class ExecutorUnfit(ExecutorLost):

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from protos.settings import ADDRESS
-from router.errors import ExecutorLost
+from router.errors import ExecutorLost, ResolverFailed
 from router.executors.elastic import Strength
 
 DNS = "dns:"
@@ -28,6 +28,8 @@ DNS_FORM = (
     "dns:NAME:PORT?size=N or dns:NAME:FIRST-LAST?size=N, with &min=M if it is elastic, such as "
     "dns:executor:50061?size=2"
 )
+
+NO_ANSWER = socket.EAI_AGAIN, socket.EAI_FAIL  # of whom the resolver asks
 
 _COUNT = r"\d{1,6}"
 _SIZES = rf"size=({_COUNT})&min=({_COUNT})"
@@ -109,12 +111,15 @@ async def resolve_hosts(name: str) -> tuple[str, ...]:
     first is looked at.
 
     Raises:
-        ExecutorLost: The name is not known, or the resolver failed.
+        ResolverFailed: The resolver got no answer.
+        ExecutorLost: The name is not known.
     """
     try:
         found = await asyncio.to_thread(socket.getaddrinfo, name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:  # UnicodeError: a label that cannot be in a name
-        raise ExecutorLost(f"{name} cannot be resolved: {error}") from error
+        is_open = isinstance(error, socket.gaierror) and error.errno in NO_ANSWER
+        kind = ResolverFailed if is_open else ExecutorLost
+        raise kind(f"{name} cannot be resolved: {error}") from error
     hosts = {str(address[0]) for family, *_, address in found if family == found[0][0]}
     return tuple(sorted(hosts))
 

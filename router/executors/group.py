@@ -41,6 +41,7 @@ from router.errors import (
     GroupMismatch,
     MemberNotJoined,
     ReasonUnknown,
+    ResolverFailed,
 )
 from router.executors.attendance import Attendance, new_router_id
 from router.executors.connections import (
@@ -583,15 +584,15 @@ class ExecutorGroup:
         self._border = asyncio.get_running_loop().create_future()
 
     async def _candidates(self) -> Sequence[str]:
-        """Returns the addresses of all executors; those that are known, if finding them takes long.
+        """Returns the addresses of all executors; those that are known, if nobody can tell or it takes long.
 
         An elastic group goes on with those also if the others cannot be found.
         """
         known = list(self._connections.channels)
         try:
             found = await self._lookup.addresses(LOOKUP_TIMEOUT_S if known else None)
-        except ExecutorLost:
-            if self._policy is None or not known:
+        except ExecutorLost as error:
+            if not known or (self._policy is None and not isinstance(error, ResolverFailed)):
                 raise
             return known
         return known if found is None else found

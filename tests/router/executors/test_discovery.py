@@ -2,12 +2,12 @@
 
 import asyncio
 import socket
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from router.config import RouterConfig
-from router.errors import ExecutorLost
+from router.errors import ExecutorLost, ResolverFailed
 from router.executors.discovery import (
     DnsGroup,
     Lookup,
@@ -112,6 +112,19 @@ async def test_the_systems_resolver_is_asked() -> None:
         await resolve_hosts("nobody.invalid")
     with pytest.raises(ExecutorLost, match="cannot be resolved"):
         await resolve_hosts("a" * 70 + ".example")  # no label is that long
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [(socket.EAI_AGAIN, ResolverFailed), (socket.EAI_NONAME, ExecutorLost)],
+)
+async def test_a_resolver_that_gets_no_answer_is_told_from_a_name_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, code: int, kind: type[ExecutorLost]
+) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", Mock(side_effect=socket.gaierror(code, "so it is")))
+    with pytest.raises(ExecutorLost, match=r"executor cannot be resolved: .*so it is") as told:
+        await resolve_hosts("executor")
+    assert told.type is kind
 
 
 async def test_a_host_with_two_families_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:

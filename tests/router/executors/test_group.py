@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
+from unittest.mock import AsyncMock
 
 import pytest
 from structlog.testing import capture_logs
@@ -12,7 +13,7 @@ from deploy.local.ports import held_port
 from protos.executor.v1 import executor_pb2 as pb
 from protos.serving.v1 import serving_pb2 as serving_pb
 from protos.transport.errors import RpcError
-from router.errors import ExecutorLeft, ExecutorLied, ExecutorLost, ReasonUnknown
+from router.errors import ExecutorLeft, ExecutorLied, ExecutorLost, ReasonUnknown, ResolverFailed
 from router.executors import group as executor_client
 from router.executors.discovery import Lookup
 from router.executors.group import ExecutorGroup, GroupSettings
@@ -397,6 +398,17 @@ async def test_a_group_forms_again_of_the_executors_it_knows_while_names_take_lo
     async with formed_group(2) as (group, _):
         group._lookup = Lookup(asyncio.Event().wait)
         assert (await group.form()).epoch == 2
+
+
+async def test_a_group_forms_again_of_the_executors_it_knows_while_names_cannot_be_looked_up() -> (
+    None
+):
+    async with formed_group(2) as (group, _):
+        group._lookup = Lookup(AsyncMock(side_effect=ResolverFailed("its server is down")))
+        assert (await group.form()).epoch == 2
+        group._lookup = Lookup(AsyncMock(side_effect=ExecutorLost("it resolves to 1 of 2 hosts")))
+        with pytest.raises(ExecutorLost, match="1 of 2 hosts"):
+            await group.form()
 
 
 async def test_a_restarted_executor_is_recognised_and_what_was_learnt_of_steps_forgotten() -> None:
