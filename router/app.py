@@ -7,8 +7,8 @@
 The delay is for load balancers, which take a moment to see NOT_SERVING. UNAVAILABLE is what the
 published retry policy sends again, elsewhere. A second SIGTERM or SIGINT ends both waits at once.
 
-Where another router stands by for all groups, there is nothing to wait for: it gets them at once, and
-live requests end with UNAVAILABLE to go on there.
+Where another router stands by for all groups, there is nothing to wait for but steps in flight: it gets them
+at once, and live requests end with UNAVAILABLE to go on there.
 """
 
 import asyncio
@@ -289,7 +289,7 @@ async def drain(
     """
     health.set_ready(False)
     engines.begin_drain(delay_s=delay_s, grace_s=grace_s)
-    if not await _hand_over(engines, grace_s):
+    if not await _hand_over(engines, grace_s, at_once):
         await _wait(lambda: False, delay_s, at_once)
     engines.shut_down()
     # Calls, not requests: one whose client reads slowly still has tokens to deliver.
@@ -300,13 +300,15 @@ async def drain(
     log.info("drained", cut_requests=num_cut, cut_calls=engines.listeners.num_open)
 
 
-async def _hand_over(engines: Engines, timeout_s: float) -> bool:
+async def _hand_over(engines: Engines, timeout_s: float, at_once: asyncio.Event) -> bool:
     """Leaves the groups to other routers, if they would take them. Returns whether it has."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await engines.hand_over()
-    except TimeoutError:
-        return False
+    leaving = asyncio.create_task(engines.hand_over())
+    asked = asyncio.create_task(at_once.wait())
+    await asyncio.wait((leaving, asked), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    asked.cancel()
+    is_over = leaving.done()
+    leaving.cancel()
+    return is_over and leaving.result()
 
 
 async def _wait(is_done: Callable[[], bool], timeout_s: float, at_once: asyncio.Event) -> None:

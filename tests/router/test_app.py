@@ -226,6 +226,25 @@ async def test_a_second_signal_ends_what_runs_at_once(router: Router, delay_s: f
     assert await rest_of(call) == ([], grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN")
 
 
+async def test_a_second_signal_ends_the_wait_for_steps_before_groups_are_left(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaving = asyncio.Event()
+
+    async def hand_over() -> bool:
+        leaving.set()
+        return await asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(router.engines, "hand_over", hand_over)
+    call, _ = await router.start_call()
+    draining = router.drain()
+    await leaving.wait()
+    router.signals.at_once.set()
+    async with asyncio.timeout(60):
+        await draining
+    assert await rest_of(call) == ([], grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN")
+
+
 @asynccontextmanager
 async def slow_server(**settings: Any) -> AsyncIterator[tuple[Any, set[str], asyncio.Event]]:
     """Yields a stub and the peers that called, behind the options that settings make.
