@@ -184,16 +184,16 @@ class ExecutorGroup:
         self._taking_part: set[str] = set()  # addresses of the epoch, or of its forming
         self._border: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._changes = Counter[str]()
-        self._policy: ElasticPolicy | None = None
-        self._spares: Spares | None = None
+        self._policy, self._spares = None, None
         if strength is not None:
-            self._policy = policy = ElasticPolicy(strength, settings, self._clock())
+            self._policy = ElasticPolicy(strength, settings, self._clock())
             self._spares = Spares(
-                policy,
+                self._policy,
                 settings,
                 stall_s=settings.form_timeout_s,
                 describe=self._describe_spares,
                 stage=lambda address, request: self._connections.stubs[address].Stage(request),
+                release=self._release,
                 on_grow=self._end_at_border,
             )
 
@@ -627,6 +627,15 @@ class ExecutorGroup:
         await self._connections.keep(addresses)
         spares = await self._describe_who_answers(sorted(addresses - self._taking_part))
         return [spare for spare in spares if not self._is_held(spare)]
+
+    async def _release(self, address: str) -> None:
+        """Has an executor leave its group, as it does when its Step stream ends."""
+        call = self._connections.stubs[address].Step(timeout=PROBE_TIMEOUT_S)
+        with suppress(
+            Exception
+        ):  # gRPC has several, of which some are not public, for one that has ended
+            await call.done_writing()
+        await call.code()
 
     async def _describe(self, address: str, timeout_s: float = DESCRIBE_TIMEOUT_S) -> Member:
         known = self._known.pop(address, None)  # if no group forms so, it is asked

@@ -44,6 +44,7 @@ class Spares:
         stall_s: Seconds for which a spare may load no byte, beside what the bound on its rate takes.
         describe: Returns those that answer.
         stage: Calls Stage of one, by address.
+        release: Has one leave the group that it is in.
         on_grow: Called when the group should form anew, with them.
     """
 
@@ -55,6 +56,7 @@ class Spares:
         stall_s: float,
         describe: Callable[[], Awaitable[Sequence[Member]]],
         stage: Stage,
+        release: Callable[[str], Awaitable[None]],
         on_grow: Callable[[], None],
     ) -> None:
         self._policy = policy
@@ -63,6 +65,7 @@ class Spares:
         self._stall_s = stall_s
         self._describe = describe
         self._stage = stage
+        self._release = release
         self._on_grow = on_grow
         self._clock = asyncio.get_running_loop().time
         self._watching: asyncio.Task[None] | None = None
@@ -153,8 +156,8 @@ class Spares:
     async def _load(self, spare: Candidate, formation: Formation) -> None:
         """Has a spare load its experts of a formation; if it cannot, it is not asked for a while.
 
-        Unless it has left, it is held off: the group would wait for it for ever, although another one could
-        take the place. What fails while it is held off does not count.
+        Unless it has left, or is in a group still, it is held off: the group would wait for it for ever,
+        although another one could take the place. What fails while it is held off does not count.
         """
         try:
             total = await self._stage_all(spare, formation)
@@ -164,7 +167,9 @@ class Spares:
                 reason = error_details(error).reason or error.code().name
                 problem = error.details() or ""
             now = self._clock()
-            if reason not in LEFT and self._policy.held_off_until(spare.address, now) <= now:
+            if reason == "NO_ROOM":  # it joined a group that then did not form
+                await self._release(spare.address)
+            elif reason not in LEFT and self._policy.held_off_until(spare.address, now) <= now:
                 self._policy.note_failed(now, spare.address)
             log.warning("spare_not_staged", executor=spare.address, reason=reason, problem=problem)
             self._retry_times[spare.address] = now + STAGE_RETRY_S

@@ -150,6 +150,18 @@ async def test_who_was_alone_in_its_group_is_a_spare_when_the_stream_has_ended(
         assert await generate([client], PROMPTS[:1], NUM_TOKENS, 2) == alone[:1]
 
 
+async def test_who_joined_a_group_that_did_not_form_is_a_spare_when_an_empty_stream_has_ended(
+    tiny_checkpoint: Path,
+):
+    async with elastic_executors(tiny_checkpoint, 2, 2) as clients:
+        await form(clients, 1)
+        swapped = placement_of(tuple(reversed(await map_for(clients))), 0)
+        staging = clients[0].executor.Stage(pb.StageRequest(placement=swapped))
+        assert await reason_of(staging) == "NO_ROOM"
+        assert [answer async for answer in clients[0].steps()] == []
+        assert await stage(clients[0], swapped) > 0
+
+
 @pytest.mark.parametrize("way", ["the call", "a Stage", "a Join"])
 async def test_staging_ends_with_its_call_or_for_what_is_newer(tiny_checkpoint: Path, way: str):
     async with elastic_executors(tiny_checkpoint, 1, 1) as [client]:

@@ -1,7 +1,7 @@
 """An elastic group must go on with whom it has: an executor that stays away must not stop it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -51,6 +51,7 @@ EAGER = GroupSettings(
 
 
 LoadFailed = error_of(grpc.StatusCode.UNAVAILABLE, "LOAD_FAILED")
+NoRoom = error_of(grpc.StatusCode.FAILED_PRECONDITION, "NO_ROOM")
 InvalidPlacement = error_of(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_PLACEMENT")
 Unexpected = error_of(grpc.StatusCode.UNKNOWN, "")  # of an exception that nobody foresaw
 ShuttingDown = error_of(grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN")
@@ -337,8 +338,16 @@ async def test_a_spare_that_took_a_place_is_none_to_try_suspects_with_before_oth
         assert not world.group.may_try_suspects()
 
 
+async def leave_alone(address: str) -> None:
+    raise AssertionError(f"{address} is in no group")
+
+
 async def watch_spares(
-    peers: dict[str, Peer], strength: Strength, stage: Stage, stall_s: float = 100.0
+    peers: dict[str, Peer],
+    strength: Strength,
+    stage: Stage,
+    stall_s: float = 100.0,
+    release: Callable[[str], Awaitable[None]] = leave_alone,
 ) -> tuple[ElasticPolicy, Spares, asyncio.Event]:
     """Forms a group of the first peer, beside which the others are spares. The event: it should grow."""
 
@@ -358,6 +367,7 @@ async def watch_spares(
         stall_s=stall_s,
         describe=describe_spares,
         stage=stage,
+        release=release,
         on_grow=grows.set,
     )
     spares.watch({first})
@@ -431,6 +441,39 @@ async def test_an_epoch_that_was_ended_to_grow_in_vain_is_not_ended_again_soon()
     await grows.wait()
     assert clock() - before == pytest.approx(60, abs=1)
     spares.stop()
+
+
+@on_virtual_clock
+async def test_a_spare_that_is_still_in_a_group_which_did_not_form_leaves_it_and_loads() -> None:
+    """Its Join had ended well when another one failed: nobody has told it that there is no group."""
+    peers = {address: Peer(0, 0, 0, 1, num_slots=8) for address in "ab"}
+    peers["b"].describes = has_large_experts
+    joined = {"b"}
+
+    async def stage(address: str, request: executor_pb.StageRequest) -> AsyncIterator[Any]:
+        if address in joined:
+            raise as_received(NoRoom("slot 0 is in use"))
+        async for progress in peers[address].stage(request, None):
+            yield progress
+
+    async def release(address: str) -> None:
+        joined.remove(address)
+
+    policy, spares, grows = await watch_spares(peers, Strength(2, 1), stage, release=release)
+    async with asyncio.timeout(600):
+        await grows.wait()
+    spares.stop()
+    assert policy.held_off_until("b", asyncio.get_running_loop().time()) == 0
+
+
+async def test_a_spare_is_released_by_a_stream_that_ends() -> None:
+    async with ElasticPeers(Strength(1, 1), PATIENT) as world:
+        _, spare = [await world.start() for _ in range(2)]
+        await world.group.form()
+        await world.group._release(spare)
+        assert world.at(spare).num_ended_streams == 1
+        await world.stop(spare)
+        await world.group._release(spare)
 
 
 @on_virtual_clock

@@ -76,6 +76,7 @@ class Peer:
         kv_id: Of its KV; "": it is of a release that has none.
         shift: What is added to the epoch and the step of its answers.
         num_streams: Step streams that are open.
+        num_ended_streams: That have ended.
         spare_bytes: Stand behind the tokens of its answers.
         describes: Changes what it says of itself.
         answers: Returns what is sent in place of an answer.
@@ -136,7 +137,7 @@ class Peer:
         self._kv_ids = (f"kv {number} of {id(self)}" for number in itertools.count())
         self.kv_id = next(self._kv_ids)
         self.shift = (0, 0)
-        self.num_streams = 0
+        self.num_streams = self.num_ended_streams = 0
         self.spare_bytes = b""
         self.garbled: Collection[str] = ()
         self.newest = 0
@@ -245,6 +246,7 @@ class Peer:
             await asyncio.wait({answering, dying}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self.num_streams -= 1
+            self.num_ended_streams += 1
             answering.cancel()
             dying.cancel()
         if self.dies.is_set():
