@@ -16,6 +16,7 @@ import uvloop
 
 from executor.config import ExecutorConfig
 from executor.metrics import STORE_STRANGER, Measures, Numbers, collector
+from executor.server.supervisor import STUCK, Life, supervise
 from protos.memory import uncollected
 from protos.settings import BAD_CONFIGURATION, command
 from protos.transport.addresses import is_loopback
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 log = structlog.stdlib.get_logger(__name__)
 
-STUCK = 3  # exit code
 FAREWELL_S = 1.0  # for a router to ask why its stream ended, which gRPC may not have passed on
+OPENBLAS = "OPENBLAS_NUM_THREADS"
 STOP_GRACE_S = 0.5  # for calls that no step holds up, such as a Watch of the health service
 
 
@@ -45,13 +46,31 @@ def main(config: ExecutorConfig) -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     _keep_in(config.peer_host)
     _spare_survivors()
-    exit_code = uvloop.run(serve(config))
+    life = Life()
+    if config.max_restarts:
+        _preload()
+        life = supervise(config.max_restarts)  # which goes on here in each process that it forks
+    exit_code = uvloop.run(serve(config, life))
     sys.stderr.flush()
     # Not sys.exit, which would wait for a compute thread that loads or waits for lost peers.
     os._exit(exit_code)
 
 
-async def serve(config: ExecutorConfig) -> int:
+def _preload() -> None:
+    """Imports what takes long, and starts no thread."""
+    given = os.environ.get(OPENBLAS)
+    os.environ[OPENBLAS] = "1"  # NumPy's, which has nothing to compute here
+    with uncollected():
+        import numpy  # noqa: F401
+
+        del os.environ[OPENBLAS]  # PyTorch's, where it has one, takes what it was given
+        if given is not None:
+            os.environ[OPENBLAS] = given
+        import executor.build.executor
+        import executor.server.service  # noqa: F401
+
+
+async def serve(config: ExecutorConfig, life: Life) -> int:
     """Serves until SIGTERM or SIGINT; a second one ends it at once. Returns the exit code."""
     with uncollected():
         from executor.parallel.rendezvous import StorePort
@@ -65,7 +84,7 @@ async def serve(config: ExecutorConfig) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
-    measures = Measures()
+    measures = Measures(life.num_restarts)
     refuse = partial(measures.add_refusal, STORE_STRANGER)
     host = config.peer_host or "127.0.0.1"
     stores = StorePort(host, bind_host=config.bind_host, on_refused=refuse)
@@ -82,7 +101,8 @@ async def serve(config: ExecutorConfig) -> int:
     server, _ = await servicer.start(config)
     exit_code = await _load(servicer, config, measures, stopped)
     if exit_code is None:
-        log.info("ready_to_join")
+        life.note_ready()
+        log.info("ready_to_join", pid=os.getpid())
         exit_code = await _serve_until(stopped, servicer.stuck)
     log.info("stopping")
     if exit_code == STUCK:

@@ -159,6 +159,10 @@ class ExecutorConfig(ServiceConfig):
     forms, and for a step whose epoch is over; past it the step is stuck, and the process ends."""
     stop_timeout_s: float = setting(30.0, above(0))
     """Longest wait for the step in flight at the end of the process."""
+    max_restarts: int = setting(0, at_least(0))
+    """How often a supervisor, a parent that has imported PyTorch and the like, starts this executor again
+    when it was killed or stuck, without 60 s of service in between. 0: there is none, and whatever
+    started the executor sees it end."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -30,6 +30,7 @@ class Measures:
     """One executor's numbers since it started.
 
     Attributes:
+        num_restarts: How often its supervisor had started it again by then.
         phase_ns: Where the time of steps went. "queue": arrived, while the step before ran. "fill":
             columns read, staged and sent to the device. "draft": the draft model's passes, those
             behind the answer as well. "forward": the forward pass. "sample": tokens and scores
@@ -46,7 +47,8 @@ class Measures:
         refused: Calls, scrapes and connections to the rendezvous store that were not taken, by reason.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_restarts: int = 0) -> None:
+        self.num_restarts = num_restarts
         self.phase_ns = dict.fromkeys(PHASES, 0)
         self.execute_s = Histogram(STEP_BOUNDS)
         self.steps: Counter[tuple[str, bool]] = Counter()
@@ -126,6 +128,8 @@ METRICS: list[Metric[Numbers]] = [
            "Whether it is joined to an epoch."),
     Metric("epoch", "gauge", (), lambda n: n.epoch or 0,
            "The epoch that it is joined to; 0 if to none."),
+    Metric("restarts_total", "counter", (), lambda n: n.measures.num_restarts,
+           "Times that it died or was stuck and its supervisor started it again (--max-restarts)."),
     Metric("kv_blocks", "gauge", (), lambda n: n.num_kv_blocks,
            "KV blocks of its pool; 0 while it loads."),
     Metric("resident_experts", "gauge", (), lambda n: n.num_resident,

@@ -12,7 +12,7 @@ import pytest
 
 from deploy.local.demo import idle_group
 from deploy.local.demo_tasks import token_ids
-from executor.__main__ import STUCK
+from executor.server.supervisor import STUCK
 from router.client import CallFailed, Client, Options, Prompt
 from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
 from tests.e2e.support.logs import logged, records

@@ -71,6 +71,13 @@ async def first_member(stack: LocalStack, num_formings: int = 1) -> Process:
     return stack.executors[stack.executor_addresses.index(placed["executors"][0])]
 
 
+async def serving_pid(executor: Process, number: int = 1) -> int:
+    """Returns the pid of the first process that an executor's supervisor forked, or of a later one."""
+    await executor.event("ready_to_join")  # from when on there is a log
+    pid: int = (await logged(executor, "ready_to_join", number))[number - 1]["pid"]
+    return pid
+
+
 def pause(stack: LocalStack) -> None:
     for executor in stack.executors:
         executor.pause()

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from executor import __main__ as executor_main
-from executor.__main__ import STUCK, _serve_until, _stop
+from executor.__main__ import _serve_until, _stop
+from executor.server.supervisor import STUCK
 
 TEST_TIMEOUT_S = 120.0
 
