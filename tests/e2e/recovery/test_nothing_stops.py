@@ -28,4 +28,4 @@ async def test_each_line_is_measured_and_nothing_is_lost_or_wrong(tmp_path: Path
     for line in lines:
         print(line)
 
-    assert [line.is_right for line in lines] == [True] * 17
+    assert [line.is_right for line in lines] == [True] * 18
