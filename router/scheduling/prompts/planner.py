@@ -7,6 +7,7 @@ than a few decodes end, a step only decides again whether they run.
 import math
 from collections.abc import Callable
 from itertools import chain
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
@@ -64,10 +65,14 @@ class _Layout(NamedTuple):
     num_urgent: float
     oldest: float
 
-    def is_beside(self, num_decodes: int) -> bool:
-        """Whether hardly any of the decodes have ended that it was laid out beside."""
-        num_before = self.budget.num_decodes
-        return num_decodes <= num_before <= num_decodes + num_before // FEW_ENDS
+    def is_beside(self, num_decodes: list[int], max_tokens: int) -> bool:
+        """Whether hardly any of the decodes have ended that it was laid out beside, and each rank has room.
+
+        One that lacked a block then may run now, in place of another rank's.
+        """
+        num_before, num_now = self.budget.num_decodes, sum(num_decodes)
+        has_room = all(map(max_tokens.__ge__, map(add, self.counts, num_decodes)))
+        return has_room and num_now <= num_before <= num_now + num_before // FEW_ENDS
 
 
 class PromptPlanner:
@@ -133,10 +138,10 @@ class PromptPlanner:
         decodes = table.row_set(runs)
         num_decodes = decodes.num_rows
         held, order = self._take_held(rows), self._order
-        if held is not None and not len(self._waiting) and held.is_beside(sum(num_decodes)):
+        chunk = self._shape.max_num_batched_tokens
+        if held is not None and not len(self._waiting) and held.is_beside(num_decodes, chunk):
             counts = self._decide(held, num_stuck=0)
             return None, self._take_chunks(held.prompts, counts, runs, num_decodes)
-        chunk = self._shape.max_num_batched_tokens
         if self._settings.go_by_time:
             num_seen = self._measures.costs.plain.num_steps[True]
             num_tokens = int(self._first_target_s * UNKNOWN_RATES[num_seen % 2])

@@ -666,3 +666,29 @@ def test_a_prompt_that_is_held_is_laid_out_again_when_more_than_a_few_decodes_ha
     world.step()
     assert world.measures.decisions[Why.HELD] == 2
     assert bool(layouts) == is_laid_out_again
+
+
+def test_a_held_prompt_leaves_room_for_a_decode_that_could_not_run_when_it_was_laid_out() -> None:
+    """For want of a block, which one of its rank gave back as one of the other rank ended."""
+    shape = make_shape(dp_size=2, num_blocks=13, rows_per_rank=4, max_num_batched_tokens=8)
+    world = Stepper(shape, target_first_token_ms=500.0, first_token_weight=1.0)
+    world.measures.costs.plain.num_steps = [64, 64]
+    prompts, lens = [[1] * 4, [2] * 3, [3] * 2, [4] * 3, [6]], [40, 22, 40, 40, 3]
+    full, ends, _, goes, _ = [world.submit(*pair) for pair in zip(prompts, lens, strict=True)]
+    world.step()
+    held = world.submit([5] * 20)
+    while full.sequences[0].num_tokens < 24:
+        world.step()
+    sequences = [request.sequences[0] for request in (full, goes, held, ends)]
+    assert [sequence.dp_rank for sequence in sequences] == [0, 0, 0, 1]
+    world.plan()
+    world.scheduler.fail(sequences[1], Cancelled("gone"))
+    plan = world.plan()
+    assert plan is not None
+    assert token_counts(plan) == (0, 2), "one lacks a block, and the prompt is held"
+    world.commit()
+    world.now += 1.0  # the prompt is due
+    plan = world.plan()
+    assert plan is not None
+    assert token_counts(plan) == (8, 1)
+    finish(world, full, held, ends)
