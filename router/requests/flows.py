@@ -12,8 +12,9 @@ flow; it is given up for a lesser key, or for a lesser turn of its own flow. So 
 plan what is held only becomes less, plans end, and nothing that gave way goes before what it made way for.
 
 Flows that always wait get equal shares, by their weights, whatever they ask for. A flow that comes back
-starts where the one that was served last stood: idleness earns nothing. As a flow's first slot goes before
-others' further ones, it finds a place at once beside a flood. With one flow, nothing is counted.
+starts where the one that was served last stood, or where one stands that waits with less: idleness earns
+nothing, and costs nothing. As a flow's first slot goes before others' further ones, it finds a place at once
+beside a flood. With one flow, nothing is counted.
 
 Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024; slots are of start-time fair
 queueing, Goyal et al., SIGCOMM 1996.
@@ -170,7 +171,7 @@ class Line:
         self._free: list[int] = []
         self._heap: list[tuple[Key, tuple[float, int, int], int, Flow]] = []
         self._num_entries = 0
-        self._level = 0.0  # counter of the flow that was served last, when it was
+        self._level = 0.0  # at which flows come back
         self._forget_at = MIN_FORGET
         self.plan = 0
 
@@ -309,7 +310,9 @@ class Line:
         """Notes that a sequence is bound that has so many tokens to run that never ran before."""
         flow = sequence.flow = self.flow_of(sequence.request.caller)
         flow.take()
-        self._level = max(self._level, flow.served)
+        if flow.served > self._level:  # by its first slot, it may go before flows that had less
+            waiting = [each.served for each in self._flows.values() if each.num_waiting]
+            self._level = max(self._level, min([flow.served, *waiting]))
         if self.are_many:
             flow.served += num_tokens / flow.weight
             flow.counts.num_served_tokens += num_tokens

@@ -104,6 +104,20 @@ def test_flows_that_always_wait_are_served_by_their_weights() -> None:
     assert rows.bind_callers(80).count(OTHER) == 60
 
 
+def test_what_a_flow_was_given_before_puts_no_other_behind_one_that_waits() -> None:
+    """Its next request goes first by its slot, and is not where those that come stand."""
+    rows, heavy = Rows(), ("heavy",)
+    rows.submit(FLOOD, 200)
+    rows.submit(heavy)
+    rows.bind_callers(2)
+    rows.line.charge_decodes(np.full(1000, rows.line.flow_of(heavy).number, np.int32))
+    rows.end(rows.bound[1])
+    rows.submit(heavy)
+    assert rows.bind_callers(1) == [heavy]
+    rows.submit(OTHER, 200)
+    assert rows.bind_callers(80).count(OTHER) == 40
+
+
 def test_the_first_sequence_of_a_flow_takes_the_place_of_anothers_last() -> None:
     rows = Rows(4)
     rows.submit(FLOOD, 10)
