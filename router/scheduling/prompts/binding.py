@@ -1,6 +1,7 @@
 """Binding of waiting sequences to rows of ranks: who is next, who waits for whom, who gives way."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum, auto
 from itertools import chain
 
@@ -95,25 +96,35 @@ class Binder:
             self._is_first = False
             if any(each.progress.has_kept_kv(kv_ids) for each in self._waiting):
                 self._bind_kept(loads)
-        common, deferred, num_lookups = None, list[Sequence](), 0
-        while num_lookups < MAX_LOOKUPS and (sequence := self._waiting.peek()) is not None:
-            if common is None and sequence.is_interrupted:
-                rows = (prompt.row for prompt in chain.from_iterable(prompts))
-                common = CommonParts(self._table, self._order, map(self._table.bound, rows))
-            outcome = self._bind_in_turn(sequence, loads, common)
-            if outcome is Outcome.NO_RANK:
-                if loads.is_stuck:
-                    num_stuck = len(self._waiting)
-                    self._preempt_for(sequence)
-                break
-            if outcome is not Outcome.BOUND:
-                deferred.append(self._waiting.pop(is_aside=True))
-                num_lookups += outcome is Outcome.LOOKED_UP
-            elif common is not None:
-                common.note(sequence)
-        for sequence in deferred:
-            self._waiting.push(sequence, is_back=True)
+        common, num_lookups = None, 0
+        with self._putting_back() as deferred:
+            while num_lookups < MAX_LOOKUPS and (sequence := self._waiting.peek()) is not None:
+                if common is None and sequence.is_interrupted:
+                    rows = (prompt.row for prompt in chain.from_iterable(prompts))
+                    common = CommonParts(self._table, self._order, map(self._table.bound, rows))
+                outcome = self._bind_in_turn(sequence, loads, common)
+                if outcome is Outcome.NO_RANK:
+                    if loads.is_stuck:
+                        num_stuck = len(self._waiting)
+                        self._preempt_for(sequence)
+                    break
+                if outcome is not Outcome.BOUND:
+                    deferred.append(self._waiting.pop(is_aside=True))
+                    num_lookups += outcome is Outcome.LOOKED_UP
+                elif common is not None:
+                    common.note(sequence)
         return num_stuck
+
+    @contextmanager
+    def _putting_back(self) -> Iterator[list[Sequence]]:
+        """Puts back in the end what was taken out and is not bound, also if the router fails meanwhile."""
+        taken: list[Sequence] = []
+        try:
+            yield taken
+        finally:
+            for sequence in taken:
+                if sequence.table is None:
+                    self._waiting.push(sequence, is_back=True)
 
     def _waits_for_its_leader(self, sequence: Sequence) -> bool:
         """Whether the request's first continuation still runs the prompt that they share."""
@@ -134,15 +145,13 @@ class Binder:
 
     def _bind_kept(self, loads: RankLoads) -> None:
         """Binds what ranks have KV of since before a loss, until others take rows and blocks there."""
-        others = []
-        while (sequence := self._waiting.peek()) is not None:
-            found = self._lookup.find(sequence)
-            if found.home is None or self._pick(sequence, loads, found) != found.home:
-                others.append(self._waiting.pop(is_aside=True))
-            else:
-                self._bind_to(found.home, sequence, loads, found)
-        for sequence in others:
-            self._waiting.push(sequence, is_back=True)
+        with self._putting_back() as others:
+            while (sequence := self._waiting.peek()) is not None:
+                found = self._lookup.find(sequence)
+                if found.home is None or self._pick(sequence, loads, found) != found.home:
+                    others.append(self._waiting.pop(is_aside=True))
+                else:
+                    self._bind_to(found.home, sequence, loads, found)
 
     def _bind_in_turn(
         self, sequence: Sequence, loads: RankLoads, common: CommonParts | None
@@ -175,7 +184,9 @@ class Binder:
         )
 
     def _bind_to(self, rank: int, sequence: Sequence, loads: RankLoads, found: Found) -> None:
-        row = self._enter(self._waiting.pop(), rank, found.prefixes.get(rank, NO_PREFIX))
+        with self._putting_back() as taken:
+            taken.append(self._waiting.pop())
+            row = self._enter(sequence, rank, found.prefixes.get(rank, NO_PREFIX))
         loads.add(rank, self._order.prompt(row))
 
     def _enter(self, sequence: Sequence, rank: int, cached: CachedPrefix) -> int:

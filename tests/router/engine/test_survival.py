@@ -6,6 +6,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from structlog.testing import capture_logs
@@ -17,6 +18,8 @@ from router.engine.engines import Engines
 from router.errors import ExecutorFailed, ExecutorGone, GroupMismatch
 from router.requests.request import Listeners
 from router.requests.waiting_queue import PROOF_TOKENS
+from router.scheduling.kv.prefix_cache import PrefixCache
+from router.scheduling.prompts.rank_choice import RankLoads
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.step import GroupInfo, InFlight, StepResult
 from tests.router.support.fake_executors import FakeExecutors
@@ -357,6 +360,24 @@ async def test_an_error_that_nobody_expected_costs_its_group_and_no_request(
     [record] = [record for record in logs if record["event"] == "group_failed"]
     assert (record["group"], record["log_level"]) == (0, "error")
     assert record["exc_info"]
+
+
+@pytest.mark.parametrize(("owner", "call"), [(PrefixCache, "use"), (RankLoads, "pick")])
+@on_virtual_clock
+async def test_an_error_while_sequences_are_bound_loses_none_of_them(
+    owner: type, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the one that is taken out, nor those that are aside as they wait for their first."""
+    results = itertools.chain([None, MemoryError()], itertools.repeat(None))
+    calls, bind = Mock(side_effect=results), getattr(owner, call)
+    monkeypatch.setattr(owner, call, lambda *args, **fields: calls() or bind(*args, **fields))
+    async with two_groups(FakeExecutors(make_shape(), random.Random(0))) as (engines, [engine]):
+        await until(lambda: engine.is_ready)
+        requests = [complete(engines, str(number), [1, 2, 3, 4, 5], 6, n=3) for number in range(3)]
+        async with asyncio.timeout(60):
+            for request in await asyncio.gather(*requests):
+                assert not any(sequence.error for sequence in request.sequences)
+    assert engine.measures.totals().faults == NO_FAULTS | {"unexpected": 1}
 
 
 @on_virtual_clock
