@@ -286,6 +286,7 @@ class Engine:
             if sequence is not None:
                 scheduler.table.detach([sequence])
                 self.fail(sequence, error)
+        self.waiting.line.give_back_all()
 
     def _lose(self, error: Exception, pipeline: StepPipeline | None) -> None:
         """Takes the group out of service; the sequences that it ran wait again."""

@@ -323,6 +323,13 @@ class Line:
         if sequence.flow is not self._only:
             self._enter(sequence.flow)
 
+    def give_back_all(self) -> None:
+        """Notes that nothing is bound any more, whatever became of it."""
+        for flow in self._flows.values():
+            flow.num_held = 0
+            flow.forget_returned()
+            self._enter(flow)
+
     def end(self, sequence: "Sequence") -> None:
         """Notes that a bound sequence has ended."""
         flow = sequence.flow

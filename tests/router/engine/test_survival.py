@@ -429,6 +429,7 @@ async def test_requests_that_a_failed_router_cannot_keep_fail_and_do_not_hang(
         assert isinstance(error, ExecutorFailed)
         await until(lambda: engine.is_ready)
         assert (await complete(engines, "b", [1, 2, 3], 4)).sequences[0].error is None
+        assert all(flow.is_idle for _, flow in engine.waiting.line)
     assert engine.measures.totals().faults["unexpected"] == 2
 
 
