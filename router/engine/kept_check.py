@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from protos.transport.interceptors import Caller
 from router.requests.request import (
     NO_LISTENER,
     Int32Array,
@@ -78,7 +79,7 @@ class KeptCheck:
             has_run = sequence.progress.num_computed_tokens > 0
             if has_run and num_tokens and self._random.random() < self._share:
                 prompt, salt = sequence.tokens[: num_tokens + 1].copy(), sequence.request.cache_salt
-                self._run(prompt, salt, None)
+                self._run(prompt, sequence.request.caller, salt, None)
 
     def stop(self) -> list[Sequence]:
         """Gives up what runs, as the epoch is over. Returns it; the caller ends it."""
@@ -96,7 +97,8 @@ class KeptCheck:
         [scores] = sequence.logprobs
         if found is None:
             found = _Found(num_cached, scores.token_id, scores.logprob)
-            self._run(prompt, self._random.randbytes(SALT_BYTES), found)
+            salt = self._random.randbytes(SALT_BYTES)
+            self._run(prompt, sequence.request.caller, salt, found)
         elif abs(found.logprob - (logprob := float(scores.given_logprobs[0]))) <= MAX_DIFFERENCE:
             self._counts["equal"] += 1
         else:
@@ -108,7 +110,8 @@ class KeptCheck:
             )
         return True
 
-    def _run(self, prompt: Int32Array, salt: bytes, found: _Found | None) -> None:
+    def _run(self, prompt: Int32Array, caller: Caller, salt: bytes, found: _Found | None) -> None:
+        """Submits a sequence of a caller's flow: one of its own would take others' places."""
         number = next(_NUMBERS)
         request = Request(
             request_id=f"verify-kept-kv-{number}",
@@ -121,6 +124,7 @@ class KeptCheck:
             listener=_NOBODY,
             arrival_time=asyncio.get_running_loop().time(),
             priority=0 if found is None else NO_HURRY,
+            caller=caller,
             cache_salt=salt,
         )
         request.turn = (request.arrival_time, -number)  # no other request's

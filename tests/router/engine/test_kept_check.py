@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from protos.settings import check_settings
+from protos.transport.interceptors import Caller
 from router.engine import kept_check
 from router.engine.engines import Engines
 from router.engine.settings import EngineSettings
@@ -22,19 +23,23 @@ from tests.support.virtual_clock import on_virtual_clock
 NUM_REQUESTS = 4
 
 
-async def lose_once(share: float, *, is_stale: bool) -> tuple[Any, list[Any], int]:
+async def lose_once(
+    share: float, *, is_stale: bool, num_rows: int = 8, caller: Caller = ()
+) -> tuple[Any, list[Any], int]:
     """Runs requests over one loss after which all KV is there, or is not what it was.
 
     Returns the engine's measures, the requests, and how many sequences ran from their first token on.
     """
     engines = Engines(Listeners(max_listeners=4))
-    executors = FakeExecutors(make_shape(dp_size=2), random.Random(0))
+    executors = FakeExecutors(make_shape(dp_size=2, rows_per_rank=num_rows), random.Random(0))
     waiting = WaitingQueue(max_sequences=20, max_tokens=1000)
     engine = drive_group(engines, executors, waiting, verify_kept_kv=share)
     async with stepping(engine):
         listener = engines.listeners.open()
         requests = [
-            make_request([1 + number, *range(1, 12)], listener, 30, request_id=str(number))
+            make_request(
+                [1 + number, *range(1, 12)], listener, 30, request_id=str(number), caller=caller
+            )
             for number in range(NUM_REQUESTS)
         ]
         for request in requests:
@@ -63,6 +68,16 @@ async def test_kv_that_is_right_is_kept() -> None:
     assert measures.totals().losses["lost"] == 1
     assert measures.totals().num_recomputed_tokens == {"kept": 0, "lost": 0}
     assert num_from_first == 2 * NUM_REQUESTS  # at first, and as checks
+    assert_right(*requests)
+
+
+@on_virtual_clock
+async def test_a_check_takes_no_callers_place() -> None:
+    """Where callers are told apart, and all rows run."""
+    measures, requests, _ = await lose_once(1.0, is_stale=False, num_rows=2, caller=("alice",))
+    assert sum(measures.kept_kv.checks.values()) > 0
+    assert [rank.preemptions for rank in measures.totals().ranks] == [0, 0]
+    assert not measures.flow_counts(), "there is still one flow only"
     assert_right(*requests)
 
 
