@@ -360,7 +360,7 @@ class Sequence:
     @property
     def was_let_in(self) -> bool:
         """Whether it was taken before, here or by another router: limits of the queue are for others."""
-        return self.suspicion is not None or self.request.attempt > 0
+        return self.progress.start_time is not None or self.request.attempt > 0
 
     @property
     def needs_prompt_logprobs(self) -> bool:

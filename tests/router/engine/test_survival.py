@@ -17,14 +17,14 @@ from router.engine.engine import Engine
 from router.engine.engines import Engines
 from router.errors import ExecutorFailed, ExecutorGone, GroupMismatch
 from router.requests.request import Listeners
-from router.requests.waiting_queue import PROOF_TOKENS
+from router.requests.waiting_queue import PROOF_TOKENS, WaitingQueue
 from router.scheduling.kv.prefix_cache import PrefixCache
 from router.scheduling.prompts.rank_choice import RankLoads
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.step import GroupInfo, InFlight, StepResult
 from tests.router.support.fake_executors import FakeExecutors
 from tests.router.support.peers import Peers, run_group
-from tests.router.support.running_engines import complete, two_groups
+from tests.router.support.running_engines import complete, drive_group, stepping, two_groups
 from tests.router.support.stepper import make_shape
 from tests.support.virtual_clock import on_virtual_clock
 
@@ -248,6 +248,22 @@ async def test_a_group_that_grows_does_so_between_two_steps_and_nobody_is_suspec
         epoch = executors.num_epochs
         executors.end_at_border()
         await until(lambda: executors.num_epochs > epoch)
+
+
+@on_virtual_clock
+async def test_what_a_group_ran_takes_no_room_from_new_requests_while_it_grows():
+    executors, engines = Asked(), Engines(Listeners(max_listeners=50))
+    engine = drive_group(engines, executors, WaitingQueue(max_sequences=2, max_tokens=1000))
+    async with stepping(engine):
+        answers = []
+        for number in range(4):
+            answers.append(asyncio.create_task(complete(engines, str(number), [1, 2, 3], 40)))
+            await until(lambda: engine.num_running == len(answers))
+        executors.end_at_border()
+        await until(lambda: not engine.is_ready)
+        answers += [asyncio.create_task(complete(engines, name, [1, 2, 3], 4)) for name in "ab"]
+        for request in await asyncio.gather(*answers):
+            assert request.sequences[0].error is None
 
 
 @on_virtual_clock

@@ -56,6 +56,7 @@ class Line:
         taken = []
         while self.quarantine.peek() is not None:
             taken.append(self.quarantine.pop())
+            taken[-1].progress.start_time = 0.0
         return taken
 
     def lose(self, *lost: Sequence) -> list[Sequence]:
