@@ -1,7 +1,7 @@
 """Flows of one group, which share it by what they were given: whose sequence is next, and whose gives way.
 
 A flow is what one caller sends. Its counter grows by its prompts as they are bound and by its output as
-steps are planned. It holds a slot for each sequence that is bound, and a slot's key is what the counter was:
+steps are answered. It holds a slot for each sequence that is bound, and a slot's key is what the counter was:
 
     key of a flow's slots     first (0, counter), then (1, counter), (1, counter) ...
     next                      the flow whose next slot has the least key; its first sequence by turn
@@ -338,8 +338,8 @@ class Line:
         if flow.next_key < key and flow is not self._only:
             self._enter(flow)
 
-    def charge_decodes(self, numbers: npt.NDArray[np.int32]) -> None:
-        """Counts a token for each decode, by its flow's number."""
+    def charge_outputs(self, numbers: npt.NDArray[np.int32]) -> None:
+        """Counts tokens, each by its flow's number."""
         for number, count in enumerate(np.bincount(numbers).tolist()):
             if count:
                 flow = self._by_number[number]

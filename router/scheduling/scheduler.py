@@ -143,8 +143,6 @@ class Scheduler:
             return self.schedule() if has_lost and not self._leaving else None
         if limits is None and self._drafting is not None:
             limits = self._drafting.prepare(runs, chunks)
-        if self._line.are_many:
-            self._line.charge_decodes(self.table.flow.take(self.table.row_set(runs).rows))
         if has_lost or self._drafting is not None:
             growth = None  # not what executors have to be told, or not all of it
         plan = self._builder.build(runs, chunks, limits, growth)
@@ -164,12 +162,15 @@ class Scheduler:
         hand_out_logprobs(plan, result)
         if table.num_constrained:
             self._fail_rows(result)
+        num_before = table.num_tokens.copy() if self._line.are_many else None
         write = write_runs if is_speculative else write_tokens
         new = write(table, plan, result, has_ended=bool(self._leaving))
         self._note_times(new, has_first=plan.agreement.has_extend)
         self._listeners.wake(table.listener, new.has_token)
         due = [table.bound(row) for row, _ in new.due]
         num_dropped = sum(apply_stop_conditions(table, *row) for row in new.due)
+        if num_before is not None:
+            self._line.charge_outputs(table.flow.repeat(table.num_tokens - num_before))
         self._end([sequence for sequence in due if sequence.is_ended])
         if table.has_windows:
             self._blocks.give_back(plan, new.has_token)

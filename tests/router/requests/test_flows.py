@@ -90,7 +90,7 @@ def test_the_flow_that_was_given_least_is_next_and_idleness_earns_nothing() -> N
     rows.submit(OTHER, 5)
     assert rows.bind_callers(4) == [OTHER, FLOOD, OTHER, FLOOD]
     flow = rows.line.flow_of(OTHER)
-    rows.line.charge_decodes(np.full(15, flow.number, np.int32))
+    rows.line.charge_outputs(np.full(15, flow.number, np.int32))
     assert rows.bind_callers(4) == [FLOOD, FLOOD, FLOOD, OTHER]
 
 
@@ -110,7 +110,7 @@ def test_what_a_flow_was_given_before_puts_no_other_behind_one_that_waits() -> N
     rows.submit(FLOOD, 200)
     rows.submit(heavy)
     rows.bind_callers(2)
-    rows.line.charge_decodes(np.full(1000, rows.line.flow_of(heavy).number, np.int32))
+    rows.line.charge_outputs(np.full(1000, rows.line.flow_of(heavy).number, np.int32))
     rows.end(rows.bound[1])
     rows.submit(heavy)
     assert rows.bind_callers(1) == [heavy]
@@ -144,7 +144,7 @@ def test_with_each_that_gives_way_what_is_held_becomes_less_so_that_plans_end(se
             case "end" if rows.bound:
                 rows.end(rng.choice(rows.bound))
             case "decode" if rows.bound:
-                rows.line.charge_decodes(
+                rows.line.charge_outputs(
                     np.array([s.flow.number for s in rows.bound for _ in range(4)])
                 )
             case "discard" if len(rows.queue):

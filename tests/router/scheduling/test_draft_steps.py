@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -132,6 +133,22 @@ def test_scores_go_to_their_tokens_behind_a_run_of_another_row() -> None:
     careful = world.submit([7, 8], 9, output=OutputOptions(logprobs=True))
     finish(world, free, careful)
     assert [score.token_id for score in careful.sequences[0].logprobs] == right_output(careful)[0]
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_a_flow_is_charged_for_each_token_that_it_is_given(*, is_on: bool) -> None:
+    """Drafts that were accepted, too, and no token behind a stop."""
+    world = draft_stepper(0.7, drafting(is_on=is_on))
+    for caller in ("one", "other"):
+        for number in range(1, 5):
+            fields = {"caller": (caller,), "stop_token_ids": (7, 8, 9)}
+            world.submit([number] * 3, 40, **fields)
+    world.run(2)
+    given = Counter[str]()
+    for sequence in world.ended:
+        given[sequence.request.caller[0]] += sequence.num_tokens
+    counts = world.admission.line.counts()
+    assert {name: flow.num_served_tokens for name, flow in counts.items()} == given
 
 
 # ---- lengths that are not known yet
