@@ -178,6 +178,8 @@ class Engine:
         finally:
             lost.cancel()
             work.cancel()
+        if recheck_s is not None:
+            self._progress_time = self._clock()  # it does what it can: whoever comes runs at once
         self._has_work.clear()
 
     def _may_plan(self) -> bool:

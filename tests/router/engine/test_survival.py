@@ -296,6 +296,30 @@ async def test_suspects_that_had_to_wait_while_others_ran_are_tried_alone_in_an_
         assert engine.measures.totals().losses == {"lost": 2, "left": 1}
 
 
+@on_virtual_clock
+async def test_a_group_that_only_holds_suspects_back_serves():
+    """It would run any other request at once, so load balancers must not leave it out."""
+    executors, engines = Asked(), Engines(Listeners(max_listeners=50))
+    waiting = WaitingQueue(max_sequences=50, max_tokens=1000)
+    engine = drive_group(engines, executors, waiting, step_timeout_s=5.0)
+    async with stepping(engine):
+        suspect = asyncio.ensure_future(complete(engines, "suspect", [1, 2, 3], 40))
+        other = asyncio.ensure_future(complete(engines, "other", [1, 2, 3], 40))
+        for _ in range(2):
+            await until(lambda: engine.num_running == 2)
+            executors.may_try = False
+            executors.kill(down_s=0.0)
+            await until(lambda: not engine.is_ready)
+        await until(lambda: engine.is_ready)
+        changes: list[bool] = []
+        engines.watch_readiness(changes.append)
+        await asyncio.sleep(20.0)
+        assert engine.waiting.holds_suspects
+        assert changes == [True]
+        executors.may_try = True
+        await asyncio.gather(suspect, other)
+
+
 # ---- what nobody expected
 
 
