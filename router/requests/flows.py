@@ -12,9 +12,9 @@ flow; it is given up for a lesser key, or for a lesser turn of its own flow. So 
 plan what is held only becomes less, plans end, and nothing that gave way goes before what it made way for.
 
 Flows that always wait get equal shares, by their weights, whatever they ask for. A flow that comes back
-starts where the one that was served last stood, or where one stands that waits with less: idleness earns
-nothing, and costs nothing. As a flow's first slot goes before others' further ones, it finds a place at once
-beside a flood. With one flow, nothing is counted.
+starts where the least of those stands that wait, or where none does, the one that was served last: idleness
+earns nothing, and costs nothing. As a flow's first slot goes before others' further ones, it finds a place at
+once beside a flood. With one flow, nothing is counted.
 
 Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024; slots are of start-time fair
 queueing, Goyal et al., SIGCOMM 1996.
@@ -24,6 +24,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -172,6 +173,7 @@ class Line:
         self._heap: list[tuple[Key, tuple[float, int, int], int, Flow]] = []
         self._num_entries = 0
         self._level = 0.0  # at which flows come back
+        self._lowest = self._last = NO_FLOW  # that stood there as it waited; that was served last
         self._forget_at = MIN_FORGET
         self.plan = 0
 
@@ -235,11 +237,19 @@ class Line:
         """Adds a sequence that waits; `is_back`: it was taken aside, and its flow is no other for it."""
         flow = sequence.flow = self.flow_of(sequence.request.caller)
         if not (flow.num_waiting or is_back):
+            self._raise_level()
             flow.served = max(flow.served, self._level)
         flow.count(sequence, 1)
         heapq.heappush(flow.heap, (*sequence.turn, sequence))
         if flow is not self._only and (flow.num_waiting == 1 or flow.heap[0][-1] is sequence):
             self._enter(flow)
+
+    def _raise_level(self) -> None:
+        if self._lowest.num_waiting and self._lowest.served <= self._level:
+            return  # else each of thousands that come would look at all of them
+        waiting = (flow for flow in self._flows.values() if flow.num_waiting)
+        self._lowest = min(waiting, key=attrgetter("served"), default=self._last)
+        self._level = max(self._level, self._lowest.served)
 
     def leave(self, sequence: "Sequence", *, is_aside: bool = False) -> None:
         """Notes that a sequence waits no more; `is_aside`: it will be back at once."""
@@ -310,9 +320,7 @@ class Line:
         """Notes that a sequence is bound that has so many tokens to run that never ran before."""
         flow = sequence.flow = self.flow_of(sequence.request.caller)
         flow.take()
-        if flow.served > self._level:  # by its first slot, it may go before flows that had less
-            waiting = [each.served for each in self._flows.values() if each.num_waiting]
-            self._level = max(self._level, min([flow.served, *waiting]))
+        self._last = flow
         if self.are_many:
             flow.served += num_tokens / flow.weight
             flow.counts.num_served_tokens += num_tokens

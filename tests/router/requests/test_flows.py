@@ -88,9 +88,9 @@ def test_the_flow_that_was_given_least_is_next_and_idleness_earns_nothing() -> N
     # Other's first goes before the flood's second, then it is turn about.
     assert rows.bind_callers(8) == [FLOOD, *[OTHER, FLOOD] * 3, FLOOD]
     rows.submit(OTHER, 5)
-    assert rows.bind_callers(4) == [OTHER, FLOOD, OTHER, FLOOD]
+    assert rows.bind_callers(4) == [FLOOD, OTHER, FLOOD, OTHER]
     flow = rows.line.flow_of(OTHER)
-    rows.line.charge_outputs(np.full(15, flow.number, np.int32))
+    rows.line.charge_outputs(np.full(14, flow.number, np.int32))
     assert rows.bind_callers(4) == [FLOOD, FLOOD, FLOOD, OTHER]
 
 
@@ -116,6 +116,19 @@ def test_what_a_flow_was_given_before_puts_no_other_behind_one_that_waits() -> N
     assert rows.bind_callers(1) == [heavy]
     rows.submit(OTHER, 200)
     assert rows.bind_callers(80).count(OTHER) == 40
+
+
+def test_who_comes_is_not_ahead_of_a_flow_for_what_that_was_given_meanwhile() -> None:
+    """Of what was bound before, the output counts as well: most of long answers comes later."""
+    rows, heavy = Rows(), ("heavy",)
+    rows.submit(FLOOD)
+    rows.submit(heavy, 2)
+    rows.bind_callers(3)
+    rows.end(rows.bound[0])
+    rows.line.charge_outputs(np.full(1000, rows.line.flow_of(heavy).number, np.int32))
+    rows.submit(FLOOD, 200)
+    rows.submit(heavy, 200)
+    assert rows.bind_callers(80).count(heavy) == 40
 
 
 def test_the_first_sequence_of_a_flow_takes_the_place_of_anothers_last() -> None:

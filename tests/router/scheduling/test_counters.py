@@ -148,7 +148,8 @@ def test_drafts_add_up_over_epochs(finished: World):
     assert 0 < accepted < offered
     assert (drafts.num_drafts, drafts.num_accepted) == (offered, accepted)
     assert status.num_steps <= drafts.num_steps
-    assert 1 < status.tokens_per_step < 4
+    if status.num_steps:  # of the last epoch, which may have begun a moment ago
+        assert 1 < status.tokens_per_step < 4
 
 
 def test_a_step_with_drafts_counts_the_tokens_gained_and_its_rows_at_full_width():
