@@ -184,9 +184,13 @@ class Binder:
         )
 
     def _bind_to(self, rank: int, sequence: Sequence, loads: RankLoads, found: Found) -> None:
-        with self._putting_back() as taken:
-            taken.append(self._waiting.pop())
+        self._waiting.pop()
+        try:  # as `_putting_back`, which takes longer
             row = self._enter(sequence, rank, found.prefixes.get(rank, NO_PREFIX))
+        except BaseException:
+            if sequence.table is None:
+                self._waiting.push(sequence, is_back=True)
+            raise
         loads.add(rank, self._order.prompt(row))
 
     def _enter(self, sequence: Sequence, rank: int, cached: CachedPrefix) -> int:
