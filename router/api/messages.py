@@ -40,7 +40,8 @@ from router.api.prompts import (
 from router.api.text import StopStrings, Tokenizer
 from router.api.unknown_fields import refuse_unknown_fields
 from router.errors import Cancelled, DeadlineExceeded, InvalidRequest, NotReady, ResumeMismatch
-from router.requests.callers import DEFAULTS, MIN_PRIORITY, CallerSettings, Turns
+from router.requests.callers import DEFAULTS, CallerSettings, Turns
+from router.requests.flow_limits import MIN_PRIORITY
 from router.requests.request import (
     FinishReason,
     Int32Array,

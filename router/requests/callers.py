@@ -16,9 +16,15 @@ from weakref import WeakValueDictionary
 from protos.settings import Rule, at_least, one_of, setting
 from protos.transport.credentials import Watched
 from protos.transport.interceptors import Caller
-from router.requests.flow_limits import NO_LIMITS, RELOAD_S, FlowLimits, read_flow_limits
+from router.requests.flow_limits import (
+    MAX_PRIORITY,
+    MIN_PRIORITY,
+    NO_LIMITS,
+    RELOAD_S,
+    FlowLimits,
+    read_flow_limits,
+)
 
-MIN_PRIORITY, MAX_PRIORITY = -100, 100
 MAX_FLOW_NAME = 64  # characters of metadata; of a longer one, its hash
 
 _SALT_KEY = secrets.token_bytes(16)  # without it, nobody outside can work out a block's name

@@ -7,10 +7,12 @@ with # do not count. What a line leaves out is as for flows without a line:
     x-user=alice  weight=2  max_waiting_sequences=100  max_waiting_tokens=400000
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+MIN_PRIORITY, MAX_PRIORITY = -100, 100
 MAX_WEIGHT = 1e6  # and as much below 1: counters of flows keep apart what is far apart
 RELOAD_S = 1.0  # the file is looked at so often at most, since every request asks
 
@@ -34,6 +36,12 @@ class FlowLimits:
 
 NO_LIMITS = FlowLimits()
 _TYPES = {field.name: float if field.name == "weight" else int for field in fields(FlowLimits)}
+_RANGES = {
+    "weight": (1 / MAX_WEIGHT, MAX_WEIGHT),
+    "max_priority": (MIN_PRIORITY, MAX_PRIORITY),
+    "max_waiting_sequences": (0, math.inf),
+    "max_waiting_tokens": (0, math.inf),
+}
 
 
 def read_flow_limits(path: Path) -> Mapping[str, FlowLimits]:
@@ -55,10 +63,15 @@ def read_flow_limits(path: Path) -> Mapping[str, FlowLimits]:
             raise ValueError(
                 f"{path}, line {number}: need NAME and any of {', '.join(_TYPES)}, such as weight=2"
             ) from None
-        if not 1 / MAX_WEIGHT <= values.get("weight", 1.0) <= MAX_WEIGHT or name in limits:
+        for key, value in values.items():
+            least, most = _RANGES[key]
+            if not least <= value <= most:
+                raise ValueError(
+                    f"{path}, line {number}: {key}={value:g}: need {least:g} to {most:g}"
+                )
+        if name in limits:
             raise ValueError(
-                f"{path}, line {number}: need a weight from {1 / MAX_WEIGHT:g} to {MAX_WEIGHT:g}, and "
-                f"one line for each flow"
+                f"{path}, line {number}: {name} has a line before it: need one for each"
             )
         limits[name] = FlowLimits(**values)  # type: ignore[arg-type]
     return limits

@@ -213,6 +213,9 @@ def test_a_flow_has_its_weight_from_its_first_resumed_request_on(tmp_path: Path)
         "a max_priority=x",
         "a\na",
         *[f"a weight={x}" for x in ("nan", "-1", "1e-300", "inf")],
+        *[f"a max_priority={x}" for x in (-101, 101)],
+        "a max_waiting_sequences=-1",
+        "a max_waiting_tokens=-1",
     ],
 )
 def test_a_line_that_makes_no_sense_is_named(line: str, tmp_path: Path) -> None:
