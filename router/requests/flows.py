@@ -24,6 +24,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -185,7 +186,8 @@ class Line:
     @property
     def are_rivals(self) -> bool:
         """Whether sequences of more than one flow wait or run."""
-        return self.are_many and sum(not flow.is_idle for flow in self._flows.values()) > 1
+        busy = (flow for flow in self._flows.values() if not flow.is_idle)
+        return self.are_many and len(list(islice(busy, 2))) > 1
 
     def __iter__(self) -> Iterator[tuple[Caller, Flow]]:
         return iter(self._flows.items())
