@@ -12,7 +12,7 @@ flow; it is given up for a lesser key, or for a lesser turn of its own flow. So 
 plan what is held only becomes less, plans end, and nothing that gave way goes before what it made way for.
 
 Flows that always wait get equal shares, by their weights, whatever they ask for. A flow that comes back
-starts where the least of those stands that wait, or where none does, the one that was served last: idleness
+starts just before the least of those that wait, or where none does, the one that was served last: idleness
 earns nothing, and costs nothing. As a flow's first slot goes before others' further ones, it finds a place at
 once beside a flood. With one flow, nothing is counted.
 
@@ -21,6 +21,7 @@ queueing, Goyal et al., SIGCOMM 1996.
 """
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
@@ -240,7 +241,7 @@ class Line:
         flow = sequence.flow = self.flow_of(sequence.request.caller)
         if not (flow.num_waiting or is_back):
             self._raise_level()
-            flow.served = max(flow.served, self._level)
+            flow.served = max(flow.served, math.nextafter(self._level, 0.0))
         flow.count(sequence, 1)
         heapq.heappush(flow.heap, (*sequence.turn, sequence))
         if flow is not self._only and (flow.num_waiting == 1 or flow.heap[0][-1] is sequence):

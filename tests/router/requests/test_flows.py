@@ -88,7 +88,7 @@ def test_the_flow_that_was_given_least_is_next_and_idleness_earns_nothing() -> N
     # Other's first goes before the flood's second, then it is turn about.
     assert rows.bind_callers(8) == [FLOOD, *[OTHER, FLOOD] * 3, FLOOD]
     rows.submit(OTHER, 5)
-    assert rows.bind_callers(4) == [FLOOD, OTHER, FLOOD, OTHER]
+    assert rows.bind_callers(4) == [OTHER, FLOOD, OTHER, FLOOD]
     flow = rows.line.flow_of(OTHER)
     rows.line.charge_outputs(np.full(14, flow.number, np.int32))
     assert rows.bind_callers(4) == [FLOOD, FLOOD, FLOOD, OTHER]
