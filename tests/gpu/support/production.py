@@ -5,8 +5,8 @@ import re
 from executor.config import ExecutorConfig
 from tests.support.paths import ROOT
 
-# Of the group, its places and its secrets. An all-to-all takes several GPUs.
-OTHERS = {"model", "plaintext", "auth_tokens", "metrics_tokens", "moe_a2a"}
+# Of the process, the group, its places and its secrets. An all-to-all takes several GPUs.
+OTHERS = {"model", "max_restarts", "plaintext", "auth_tokens", "metrics_tokens", "moe_a2a"}
 OTHERS |= {"dp_size", "dp_ranks_per_node", "attn_tp_size", "ep_size"}
 
 
