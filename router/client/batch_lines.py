@@ -83,6 +83,13 @@ def read_request(line: Mapping[str, Any], priority: int) -> BatchRequest:
     Raises:
         LineRefused: It has a field that is not known here, or a value that cannot be sent.
     """
+    try:
+        return _read_request(line, priority)
+    except RecursionError as error:
+        raise LineRefused("body", "it is nested too deeply") from error
+
+
+def _read_request(line: Mapping[str, Any], priority: int) -> BatchRequest:
     if line.get("method") != "POST":
         raise LineRefused("method", f"{line.get('method')!r}; it must be 'POST'")
     url = line.get("url")

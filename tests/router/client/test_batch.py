@@ -236,6 +236,15 @@ def test_a_line_that_cannot_be_asked_is_refused_by_its_field(changes: dict[str, 
     assert refused.value.field == field
 
 
+def test_a_line_that_is_nested_too_deeply_is_refused():
+    schema: dict[str, Any] = {}
+    for _ in range(sys.getrecursionlimit()):
+        schema = {"not": schema}
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    with pytest.raises(LineRefused, match=r"^body: it is nested too deeply"):
+        read_request(line_of("a", prompt="b", response_format=form), 0)
+
+
 @pytest.mark.parametrize("url", [COMPLETIONS, CHAT])
 def test_log_probabilities_stand_where_openai_has_them(url: str):
     entries = [TokenLogprob(5, -0.5, ((5, -0.5), (7, -1.5)))]
