@@ -22,6 +22,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from deploy.local.demo_tasks import token_ids
 from deploy.local.launch import STOP_TIMEOUT_S, LocalStack
 from protos.serving.v1.serving_pb2 import SPARE_STATE_STAGED
@@ -637,7 +639,8 @@ def main() -> None:
         busy_s=args.busy_s,
     )
     with tempfile.TemporaryDirectory() as folder:
-        sys.exit(not asyncio.run(show(size, Path(folder))))
+        # A router's loop: the one that forms groups in here is one.
+        sys.exit(not uvloop.run(show(size, Path(folder))))
 
 
 if __name__ == "__main__":
