@@ -41,7 +41,8 @@ async def test_three_executors_become_one_and_three_again_and_answer_as_one(tmp_
 
         asking = asyncio.create_task(ask_on())
         for number in (0, 2):
-            await asyncio.sleep(0.3)
+            # Who is in two losses is a suspect, for whom an epoch may end before a spare has loaded.
+            assert await answers(client) == expected
             await stack.executors[number].kill()
             formed = await logged(stack.router, "group_ready", 2 + number // 2)
         assert [record["dp_size"] for record in formed] == [3, 2, 1]

@@ -255,7 +255,7 @@ RANKS = {"dp_rank", "node_rank", "dp_ranks_per_node", "attn_tp_rank"}
 PLACE = {"model", "device", "advertised_host", "anonymous_callers", "check", *RANKS}
 RESOURCES = {
     *("num_kv_blocks", "kv_cache_bytes", "min_dp_size", "num_threads"),
-    *("peer_timeout_s", "stop_timeout_s"),
+    *("peer_timeout_s", "stop_timeout_s", "max_restarts"),
 }
 
 
