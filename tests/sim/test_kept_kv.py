@@ -20,7 +20,7 @@ from tests.sim.world import World, break_at_random, check_blame, num_caught
 from tests.support.virtual_clock import on_virtual_clock
 
 NUM_SEEDS = int(os.environ.get("LOCKSTEP_SIM_SEEDS", "8"))
-AT_ONCE = 8  # of these in a test
+AT_ONCE = 40  # of these in a test
 NUM_MUTATED = max(24, min(NUM_SEEDS, 200))
 MIN_SHARE = 0.15 if NUM_MUTATED > 100 else 0.06  # that see it: few may be unlucky ones
 
@@ -59,12 +59,12 @@ def count_a_lost_step_as_committed(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, AT_ONCE))
 def test_losses_change_no_token_and_hardly_any_that_is_kept_is_computed_again(first: int) -> None:
     """Nor would the mutations below be seen if nothing were kept."""
-    worlds = [lose_at_random(seed) for seed in range(first, first + AT_ONCE)]
+    worlds = [lose_at_random(seed) for seed in range(first, min(first + AT_ONCE, NUM_SEEDS))]
     counts = [group.engine.measures.kept_kv for world in worlds for group in world.groups]
     num_found = sum(kept.num_found for kept in counts)
     num_again = sum((Counter(kept.num_again) for kept in counts), Counter[str]())
     assert num_again["lost"] > 0
-    assert num_found > num_again["kept"]  # small pools, and windows: others take some
+    assert num_found > 3 * num_again["kept"]  # small pools, and windows: others take some
 
 
 @pytest.mark.parametrize(
