@@ -477,8 +477,9 @@ class ElasticPolicy:
     def _alike(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """Returns those with room for its sequences that agree with the last epoch's members, or with most.
 
-        Those of another model come into it only where those of its own are fewer than the least. While executors are replaced by others with new settings, so, the group goes on with the old ones
-        until they are fewer than the least.
+        Those of another model come into it only where those of its own are fewer than the least. While
+        executors are replaced by others with new settings, so, the group goes on with the old ones until
+        they are fewer than the least.
         """
         candidates = [each for each in candidates if each.max_len >= self.max_len]
         own = [each for each in candidates if each.fingerprint == self._fingerprint]
