@@ -8,9 +8,11 @@
 Groups belong to one epoch: a new epoch closes them and makes others in the same process, so nothing
 here registers itself anywhere.
 
-A group over gloo has formed when each member has shown every other one that it knows the epoch's
-secret. Where a stranger has taken a member's place, all drop the connections and make others. NCCL's
-are as good as the 64-bit number in the id of its communicator, which goes through the store.
+A group over gloo has formed when members have told one another, under the epoch's secret, both ends
+of the same connections. Where somebody else has called, or ends do not tell, each shows over its
+connections that it knows the secret; where a stranger has taken a member's place, all drop the
+connections and make others. NCCL's are as good as the 64-bit number in the id of its communicator,
+which goes through the store.
 """
 
 import hmac
@@ -380,29 +382,27 @@ def _gloo_group(
         RuntimeError: Connections failed, or were a stranger's, each time.
     """
     for attempt in range(FORM_ATTEMPTS):
-        keys, outcome, has_no_stranger = store.under(str(attempt)), b"formed", False
+        keys, outcome = store.under(str(attempt)), b"formed"
         with ExitStack() as left:
             try:
                 group = _connect(keys, place, bind_host, timeout)
                 left.callback(group.close)
                 left.callback(group.connections.shut_down)  # for peers that wait for this member
-                ends = _exchange_ends(group, keys)
-                has_no_stranger = lead_to_members(ends)
-                _prove(group, place, secret)
-                group.wait_for_peers(timeout)
+                is_proven = lead_to_members(_exchange_ends(group, keys))
+                if not is_proven:
+                    _prove(group, place, secret)
             except StoreLost:
                 raise
             except RuntimeError as error:
-                if has_no_stranger:  # hence a peer was lost, and no attempt will do
-                    raise
-                outcome = str(error).encode()
+                is_proven, outcome = False, str(error).encode()
                 left.close()  # first: those peers have an outcome then, too
                 keys.tell("held", b"[[], []]")  # and so have those that wait for this
-            # All members say the same of strangers, from the same ends. Without any, what fails is a
-            # connection to a peer, and then that one's Join or this one's does: no round need tell.
-            if not has_no_stranger:
+            # All members find the same, in the same ends. Where these prove all, a peer that is lost
+            # from here on fails its own Join or the first step: no round need tell.
+            if not is_proven:
                 outcomes = keys.tell_all("outcome", outcome)
-            if has_no_stranger or outcomes == [b"formed"] * place.world_size:
+            if is_proven or outcomes == [b"formed"] * place.world_size:
+                group.wait_for_peers(timeout)
                 left.pop_all()
                 return group
     problems = [problem.decode() for problem in outcomes if problem != b"formed"]
