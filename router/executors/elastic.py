@@ -116,9 +116,6 @@ class SpareState(StrEnum):
     UNFIT = "unfit"  # it is not like the group's executors, or has no room for what they have
 
 
-USELESS = SpareState.UNFIT, SpareState.HELD_OFF  # for now
-
-
 @dataclass(frozen=True, slots=True)
 class Formation:
     """A group that is to be formed.
@@ -403,7 +400,7 @@ class ElasticPolicy:
             else SpareState.COLD
             for spare in spares
         }
-        if self._is_whole(sum(state not in USELESS for state in states.values())):
+        if self._is_whole(list(states.values()).count(SpareState.STAGED)):
             self._weak_since = None
         return Review(grows, tuple(stages), states)
 
@@ -422,9 +419,11 @@ class ElasticPolicy:
     def may_try_suspects(self, now: float, num_spares: int) -> bool:
         """Whether requests that may kill an executor run: with one to spare, or after they waited.
 
+        One that has to load first is none to spare: the others would wait for it.
+
         Args:
             now: The time.
-            num_spares: Executors that answer and are not in the group.
+            num_spares: Executors that are not in the group and hold what they need for it.
         """
         if self._is_whole(num_spares):
             self._weak_since = None

@@ -435,7 +435,7 @@ class ExecutorGroup:
         """Whether the group can do without one more executor. See engine.Executors."""
         if self._policy is None or self._spares is None:
             return True
-        return self._policy.may_try_suspects(self._clock(), self._spares.number)
+        return self._policy.may_try_suspects(self._clock(), self._spares.num_staged)
 
     async def news(self) -> None:
         """Returns when there is news since `form` was called. See engine.Executors."""

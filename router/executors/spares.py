@@ -12,7 +12,6 @@ from protos.serving.v1.serving_pb2 import SpareStatus
 from protos.transport.error_details import error_details
 from protos.transport.errors import duration
 from router.executors.elastic import (
-    USELESS,
     Candidate,
     Change,
     ElasticPolicy,
@@ -75,9 +74,9 @@ class Spares:
         self._states: dict[str, SpareState] = {}  # by address, of those that answered last
 
     @property
-    def number(self) -> int:
-        """Of those that answered last and may be in the group now."""
-        return sum(state not in USELESS for state in self._states.values())
+    def num_staged(self) -> int:
+        """Of those that answered last, may be in the group now and would keep nobody waiting."""
+        return list(self._states.values()).count(SpareState.STAGED)
 
     def status(self) -> list[SpareStatus]:
         """Returns what is known of each, as GetStatus sends it; nothing while the group forms."""

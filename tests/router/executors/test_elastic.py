@@ -534,11 +534,25 @@ def test_suspects_wait_anew_for_an_executor_to_spare_where_there_was_one_in_betw
     form(group, 1, executors("a"))
     assert not group.may_try_suspects(1, num_spares=0)
     form(group, 10, executors(members))
-    group.review(10, executors(spares))
+    review = group.review(10, executors(spares))
+    group.review(10, [staged(*each) for each in review.stages])
     form(group, 100, executors("a"))
     group.review(100, [])
     assert not group.may_try_suspects(100, num_spares=0)
     assert group.may_try_suspects(160, num_spares=0)
+
+
+def test_an_executor_that_never_loads_lets_suspects_wait_no_longer_than_none() -> None:
+    group = policy(2, 1)
+    form(group, 0, executors("ab", expert_bytes=LARGE))
+    form(group, 1, executors("a", expert_bytes=LARGE))
+    assert not group.may_try_suspects(1, num_spares=0)
+    for now in range(2, 61, 10):
+        assert group.review(now, executors("c", expert_bytes=LARGE)).states == {
+            "c": SpareState.COLD
+        }
+        assert not group.may_try_suspects(now, num_spares=0)
+    assert group.may_try_suspects(61, num_spares=0)
 
 
 def ranks_kept(one: Formation | None, other: Formation | None) -> list[list[tuple[str, str]]]:

@@ -338,6 +338,23 @@ async def test_a_spare_that_took_a_place_is_none_to_try_suspects_with_before_oth
         assert not world.group.may_try_suspects()
 
 
+async def test_a_spare_that_has_yet_to_load_is_none_to_try_suspects_with() -> None:
+    """Else their epoch would begin with it, and all others wait until it has loaded."""
+    async with ElasticPeers(Strength(2, 1), EAGER) as world:
+        await shrink(world)
+        third, may_load = await world.start(), asyncio.Event()
+
+        async def load() -> None:
+            await may_load.wait()
+
+        world.at(third).on_stage = load
+        await until(lambda: spares_of(world) == {third: pb.SPARE_STATE_COLD})
+        assert not world.group.may_try_suspects()
+        may_load.set()
+        await until(lambda: spares_of(world) == {third: pb.SPARE_STATE_STAGED})
+        assert world.group.may_try_suspects()
+
+
 async def leave_alone(address: str) -> None:
     raise AssertionError(f"{address} is in no group")
 
@@ -392,7 +409,7 @@ async def test_a_group_waits_for_a_spare_that_loads_slowly_and_not_for_one_that_
     policy, spares, grows = await watch_spares(peers, Strength(3, 1), stage, stall_s)
     async with asyncio.timeout(20 * stall_s):
         await grows.wait()
-    assert spares.number == (1 if stalls else 2), "one that is held off takes no place"
+    assert spares.num_staged == (1 if stalls else 2), "one that is held off takes no place"
     spares.stop()
     now = asyncio.get_running_loop().time()
     assert (policy.held_off_until(slow, now) > 0) == stalls
