@@ -17,7 +17,9 @@ import asyncio
 import re
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from protos.settings import ADDRESS
 from router.errors import ExecutorLost, ResolverFailed
@@ -29,6 +31,8 @@ DNS_FORM = (
     "dns:executor:50061?size=2"
 )
 
+# A resolver that hangs keeps its thread for half a minute, so these are not those in which texts become tokens.
+_RESOLVERS = ThreadPoolExecutor(max_workers=32, thread_name_prefix="resolve")
 NO_ANSWER = socket.EAI_AGAIN, socket.EAI_FAIL  # of whom the resolver asks
 
 _COUNT = r"\d{1,6}"
@@ -115,7 +119,8 @@ async def resolve_hosts(name: str) -> tuple[str, ...]:
         ExecutorLost: The name is not known.
     """
     try:
-        found = await asyncio.to_thread(socket.getaddrinfo, name, None, type=socket.SOCK_STREAM)
+        ask = partial(socket.getaddrinfo, name, None, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().run_in_executor(_RESOLVERS, ask)
     except (OSError, UnicodeError) as error:  # UnicodeError: a label that cannot be in a name
         is_open = isinstance(error, socket.gaierror) and error.errno in NO_ANSWER
         kind = ResolverFailed if is_open else ExecutorLost

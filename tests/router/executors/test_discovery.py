@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import threading
 from unittest.mock import AsyncMock, Mock
 
 import pytest
@@ -17,6 +18,22 @@ from router.executors.discovery import (
 )
 from router.executors.elastic import Strength
 from tests.support.virtual_clock import on_virtual_clock
+
+
+async def test_resolvers_that_hang_keep_no_thread_from_what_else_runs_in_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answers.wait() and [])
+    asking = [asyncio.ensure_future(resolve_hosts("executor")) for _ in range(32)]
+    await asyncio.sleep(0)  # they begin, and asyncio has no more threads than that
+    try:
+        async with asyncio.timeout(10):
+            assert await asyncio.to_thread(lambda: "it ran") == "it ran"
+        assert not any(each.done() for each in asking)
+    finally:
+        answers.set()
+        await asyncio.gather(*asking)
 
 
 async def test_a_list_is_given_back_as_it_is() -> None:
