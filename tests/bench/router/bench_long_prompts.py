@@ -1,6 +1,6 @@
 """Long prompts beside streaming answers, on real processes: steps by chunks and by time.
 
-    python -m tests.bench.router.bench_long_prompts [--rounds 4] [--prompts 12] [--length 1900] [--load 0.4]
+    python -m tests.bench.router.bench_long_prompts [--rounds 8] [--prompts 12] [--length 1900] [--load 0.4]
                                                     [--target-token-gap-ms 300] [--max-token-gap-ms 600]
                                                     [--target-first-token-ms 1000]
 
@@ -9,8 +9,8 @@ another, while prompts of that length come at random, the same ones for both rou
 second as the two executors can run, each one prompt after the other. One router runs chunks as large as
 fit (`--target-token-gap-ms 0`), the other steps by time, to its own targets where none are given. By
 turns, each router first in every other round: p99 of the gaps between tokens of the streaming answers, and
-p99 and p50 of the long prompts' first tokens, in milliseconds. The last line is of all rounds' prompts
-together, as p99 of a few is the longest, and then the error of step times that
+p99 and p50 of the long prompts' first tokens, in milliseconds. Then the means of the rounds, since p99 of a
+few prompts is the longest of them, and of some hundred still one of two; and the error of step times that
 `GetStatus` tells.
 """
 
@@ -41,6 +41,9 @@ WARM_LENS = (30, 100, 300, 600)
 NUM_WARM = 40  # prompts in which step times are learnt
 
 
+Figures = list[float]
+
+
 class Waits(NamedTuple):
     """Milliseconds between the tokens of streaming answers, and to the first tokens of long prompts."""
 
@@ -48,13 +51,10 @@ class Waits(NamedTuple):
     firsts: list[float]
 
     @property
-    def figures(self) -> list[float]:
+    def figures(self) -> Figures:
         """p99 of the gaps, p99 and p50 of the first tokens."""
         percentiles = np.percentile(self.gaps, 99), *np.percentile(self.firsts, (99, 50))
         return list(map(float, percentiles))
-
-    def joined(self, other: "Waits") -> "Waits":
-        return Waits(self.gaps + other.gaps, self.firsts + other.firsts)
 
 
 def prompt(length: int) -> list[int]:
@@ -120,9 +120,8 @@ async def served(folder: Path, **settings: float) -> AsyncIterator[Client]:
         yield client
 
 
-def show(by_chunks: Waits, by_time: Waits) -> None:
-    values = [*by_chunks.figures, *by_time.figures]
-    values += [by_time.figures[i] / by_chunks.figures[i] for i in (0, 1)]
+def show(by_chunks: Figures, by_time: Figures) -> None:
+    values = [*by_chunks, *by_time, *(by_time[i] / by_chunks[i] for i in (0, 1))]
     print("{:6.0f}{:9.0f}{:9.0f}{:13.0f}{:9.0f}{:9.0f}{:12.2f}{:9.2f}".format(*values), flush=True)
 
 
@@ -139,21 +138,21 @@ async def beside_long_prompts(options: argparse.Namespace) -> None:
             print(
                 "by chunks: gap p99, first token p99, p50; by time; ratios of gap and first token p99"
             )
-            totals = [Waits([], []), Waits([], [])]
+            rounds: list[list[Figures]] = []
             for seed in range(options.rounds):
                 order = 1 if seed % 2 == 0 else -1
                 clients = (by_chunks, by_time)[::order]
                 found = [await measure(client, options, rate, seed) for client in clients][::order]
-                show(*found)
-                totals = [total.joined(part) for total, part in zip(totals, found, strict=True)]
-            show(*totals)
+                rounds.append([waits.figures for waits in found])
+                show(*rounds[-1])
+            show(*np.mean(rounds, axis=0).tolist())
             [group] = await by_time.get_status()
             print(f"step times: mean error {group.step_cost.mean_error:.3f}")
 
 
 def main() -> None:
     quiet()
-    sizes = {"rounds": 4, "prompts": 12, "length": 1900, "load": 0.4}
+    sizes = {"rounds": 8, "prompts": 12, "length": 1900, "load": 0.4}
     options = parse_options(__doc__, **sizes, **dict.fromkeys(TARGETS, float))
     random.seed(0)
     asyncio.run(beside_long_prompts(options))
