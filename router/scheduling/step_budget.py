@@ -27,6 +27,8 @@ FIXED_SLOPE = 7.0  # seconds for each second of it beyond, up to the target of t
 LEAST_PER_FIXED = (
     4.0  # seconds for each second of it, so that prompts have three quarters of a step
 )
+SLOW_TARGET_S = 0.25  # from which on the fixed part of more steps would cost first tokens much
+SLOW_SLOPE = 1.5  # seconds of the bound for each second beyond
 IDLE_S = 0.08  # a step of prompts that no decode waits for
 USUAL_CONTEXT = 1024  # tokens before a prompt's, where a prompt is not looked at
 REST = 0.08  # of a chunk: less than that of a prompt is not left for another step
@@ -50,8 +52,8 @@ class BudgetSettings:
     """Milliseconds that a step with prompts takes, and so the gap between two tokens of an answer,
     while prompts drain in time. 0: as many tokens as fit, however long they take."""
     max_token_gap_ms: float = setting(0.0, at_least(0))
-    """Milliseconds that it may take while they do not; 0 is four times the target, or 150 more than one
-    that is not set."""
+    """Milliseconds that it may take while they do not; 0 is four times the target, or of one that is not
+    set 150 more than it, and 1.5 for each by which it exceeds 250."""
     target_first_token_ms: float = setting(500.0, at_least(1))
     """Milliseconds in which waiting prompts should drain: the longer it would take them, the longer
     steps become. No prompt that has a place on a rank is held back for longer."""
@@ -147,7 +149,8 @@ def gap_range(settings: BudgetSettings, prices: Prices) -> tuple[float, float]:
     fixed_s = prices.base + prices.prompts
     target_s = USUAL_TARGET_S + FIXED_SLOPE * max(0.0, fixed_s - USUAL_FIXED_S)
     target_s = min(target_s, max(settings.target_first_token_ms / 1e3, LEAST_PER_FIXED * fixed_s))
-    bound_s = bound_s or target_s + 3 * USUAL_TARGET_S
+    slow_s = max(0.0, target_s - SLOW_TARGET_S)
+    bound_s = bound_s or target_s + 3 * USUAL_TARGET_S + SLOW_SLOPE * slow_s
     return min(target_s, bound_s), bound_s
 
 

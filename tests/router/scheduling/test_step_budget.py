@@ -170,9 +170,9 @@ def test_what_one_rank_has_more_is_trimmed_only_where_many_decodes_pay_for_it() 
     [
         (12.0, {}, (50, 200)),
         (40.0, {}, (225, 375)),
-        (120.0, {}, (500, 650)),
-        (120.0, {"target_first_token_ms": 700.0}, (700, 850)),
-        (400.0, {}, (1600, 1750)),
+        (120.0, {}, (500, 1025)),
+        (120.0, {"target_first_token_ms": 700.0}, (700, 1525)),
+        (400.0, {}, (1600, 3775)),
         (40.0, {"target_token_gap_ms": 50.0}, (50, 200)),
         (40.0, {"max_token_gap_ms": 80.0}, (80, 80)),
         (12.0, {"max_token_gap_ms": 80.0}, (50, 80)),
