@@ -133,10 +133,8 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
     ) -> serving_pb2.CancelResponse:
         async with abort_on_error(context):
             self._check(request)
-            caller, name = self.flow_of(context), request.request_id
-            if (found := self._engines.find(caller, name)) is not None:
-                self._engines.cancel(found)
-            elif not self._takings.cancel(caller, name):
+            name = request.request_id
+            if not self.cancel(self.flow_of(context), name):
                 self._engines.check_open()  # one that takes requests may have it
                 raise RequestNotFound(name)
         return serving_pb2.CancelResponse()
@@ -155,6 +153,13 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
         async with abort_on_error(context):
             self._check(request)
         return self.status(context)
+
+    def cancel(self, caller: Caller, request_id: str) -> bool:
+        """Ends a request that runs, waits or is being taken. Returns whether there is one."""
+        if (found := self._engines.find(caller, request_id)) is None:
+            return self._takings.cancel(caller, request_id)
+        self._engines.cancel(found)
+        return True
 
     def flow_of(self, context: Context) -> Caller:
         """Returns the flow that a call's requests are of."""

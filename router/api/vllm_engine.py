@@ -148,9 +148,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         async with self._checking(request, context):
             loop, caller = asyncio.get_running_loop(), self._generation.flow_of(context)
         for request_id in request.request_ids:
-            found = self._engines.find(caller, request_id)
-            if found is not None:
-                self._engines.cancel(found)
+            self._generation.cancel(caller, request_id)
             call = self._calls.get((caller, request_id))
             if call is not None:
                 loop.call_later(ABORT_GRACE_S, call.cancel)

@@ -1,5 +1,6 @@
 """Gateway service: its answers, and how gateways end what they asked for."""
 
+import asyncio
 import hashlib
 import io
 import zipfile
@@ -14,8 +15,9 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from protos.serving.v1 import serving_pb2
 from protos.transport.error_details import error_details
+from protos.transport.interceptors import Caller
 from router import config
-from router.api import vllm_engine
+from router.api import constraints, vllm_engine
 from router.api.text import Tokenizer
 from router.config import RouterConfig
 from router.errors import QueueFull
@@ -157,6 +159,27 @@ async def test_abort_ends_the_request_and_its_stream_well():
         [complete] = await answers(call)
         assert (complete.index, complete.finish_reason) == (0, "abort")
         assert (complete.prompt_tokens, complete.completion_tokens) == (3, 1)
+        assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_abort_ends_a_request_well_whose_grammar_is_being_built(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    begun = asyncio.Event()
+
+    async def build(kind: str, text: str, caller: Caller) -> str:
+        begun.set()
+        await asyncio.Event().wait()  # for ever
+        raise AssertionError
+
+    monkeypatch.setattr(constraints._kept, "grammar_of", build)
+    async with connected(FakeEngines()) as stub:
+        call = stub.Generate(generate(regex="a+", n=2))
+        reading = asyncio.ensure_future(answers(call))
+        await begun.wait()
+        await stub.Abort(pb.AbortRequest(request_ids=["mine"]))
+
+        assert [answer.finish_reason for answer in await reading] == ["abort"] * 2
         assert await call.code() is grpc.StatusCode.OK
 
 
