@@ -346,15 +346,15 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
                 self._lease.note_steps(is_open=False)
             self._lease.take(request.router_id)
             self._call_off_join(f"epoch {request.epoch} has begun")
+            self._leave()  # from here, so that a step that waits for lost peers fails now
+            self._cancel_staging()
+            self._placement = placement
+            self._publish_readiness()
             if has_peers and request.store_address == self._store_address:
                 try:
                     self._open(request.epoch, request.secret)
                 except OSError as error:
                     raise JoinFailed(f"epoch {request.epoch}: {error}") from error
-            self._leave()  # from here, so that a step that waits for lost peers fails now
-            self._cancel_staging()
-            self._placement = placement
-            self._publish_readiness()
             attempt = self._joining = JoinAttempt(request.epoch, request.secret)
             self._beats.beat_now()  # announces a pause
             try:

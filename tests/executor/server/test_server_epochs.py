@@ -227,6 +227,7 @@ async def test_without_a_prepare_join_opens_the_store_where_describe_said(
 async def test_a_store_that_cannot_be_opened_where_it_was_to_be_fails_the_join(
     member: Any, stores: StorePort
 ):
+    """The executor has left the group that it was in, as the others have."""
     worker, client = member
     worker.servicer._open_store, worker.servicer._store_address = stores.open, stores.address
     port = int(stores.address.rpartition(":")[2])
@@ -234,6 +235,9 @@ async def test_a_store_that_cannot_be_opened_where_it_was_to_be_fails_the_join(
         reason, problem = await error_of(client.executor.Join(join_request(2, stores.address)))
     assert reason == "JOIN_FAILED"
     assert f"cannot listen on {HOST}, port {port}" in problem
+    assert worker.num_leaves == 1
+    assert await client.status("readiness") != health_pb2.HealthCheckResponse.SERVING
+    assert await reason_of(client.steps(1)) == "NOT_JOINED"
     await client.executor.Join(join_request(3, stores.address))
 
 
