@@ -351,10 +351,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             self._placement = placement
             self._publish_readiness()
             if has_peers and request.store_address == self._store_address:
-                try:
-                    self._open(request.epoch, request.secret)
-                except OSError as error:
-                    raise JoinFailed(f"epoch {request.epoch}: {error}") from error
+                self._open(request.epoch, request.secret)
             attempt = self._joining = JoinAttempt(request.epoch, request.secret)
             self._beats.beat_now()  # announces a pause
             try:
@@ -676,10 +673,17 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     # Helpers
 
     def _open(self, epoch: int, secret: bytes) -> Store:
-        """Returns the store of an epoch, which is the only one open."""
+        """Returns the store of an epoch, which is the only one open.
+
+        Raises:
+            JoinFailed: It cannot be opened where it is to be.
+        """
         if epoch not in self._stores:
             self._close_stores(epoch)
-            self._stores[epoch] = self._open_store(secret)
+            try:
+                self._stores[epoch] = self._open_store(secret)
+            except OSError as error:
+                raise JoinFailed(f"epoch {epoch}: {error}") from error
         return self._stores[epoch]
 
     def _close_stores(self, epoch: int) -> None:

@@ -95,6 +95,7 @@ class ExecutorServiceServicer:
         FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before.
         INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
         INVALID_ARGUMENT     INVALID_RENDEZVOUS the secret can be guessed.
+        UNAVAILABLE          JOIN_FAILED   the store cannot be opened.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -117,7 +118,7 @@ class ExecutorServiceServicer:
         FAILED_PRECONDITION  NOT_PLACED    the executor is elastic, and there is no placement.
         UNAVAILABLE          LOAD_FAILED   experts could not be read from the checkpoint.
         UNAVAILABLE          JOIN_FAILED   another member did not come in time, a newer epoch
-        began, or graphs were not captured.
+        began, the store cannot be opened, or graphs were not captured.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -87,6 +87,7 @@ class ExecutorServiceStub:
       FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before.
       INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
       INVALID_ARGUMENT     INVALID_RENDEZVOUS the secret can be guessed.
+      UNAVAILABLE          JOIN_FAILED   the store cannot be opened.
     """
     Join: _grpc.UnaryUnaryMultiCallable[_executor_pb2.JoinRequest, _executor_pb2.JoinResponse]
     """Leaves any older process group, drops all rows and joins this epoch's process group.
@@ -105,7 +106,7 @@ class ExecutorServiceStub:
       FAILED_PRECONDITION  NOT_PLACED    the executor is elastic, and there is no placement.
       UNAVAILABLE          LOAD_FAILED   experts could not be read from the checkpoint.
       UNAVAILABLE          JOIN_FAILED   another member did not come in time, a newer epoch
-                                         began, or graphs were not captured.
+                                         began, the store cannot be opened, or graphs were not captured.
     """
     Step: _grpc.StreamStreamMultiCallable[_executor_pb2.StepRequest, _executor_pb2.StepResponse]
     """Runs steps in the order sent and answers each exactly once, in that order. Requests may
@@ -171,6 +172,7 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
       FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before.
       INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
       INVALID_ARGUMENT     INVALID_RENDEZVOUS the secret can be guessed.
+      UNAVAILABLE          JOIN_FAILED   the store cannot be opened.
     """
     Join: _aio.UnaryUnaryMultiCallable[_executor_pb2.JoinRequest, _executor_pb2.JoinResponse]  # type: ignore[assignment]
     """Leaves any older process group, drops all rows and joins this epoch's process group.
@@ -189,7 +191,7 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
       FAILED_PRECONDITION  NOT_PLACED    the executor is elastic, and there is no placement.
       UNAVAILABLE          LOAD_FAILED   experts could not be read from the checkpoint.
       UNAVAILABLE          JOIN_FAILED   another member did not come in time, a newer epoch
-                                         began, or graphs were not captured.
+                                         began, the store cannot be opened, or graphs were not captured.
     """
     Step: _aio.StreamStreamMultiCallable[_executor_pb2.StepRequest, _executor_pb2.StepResponse]  # type: ignore[assignment]
     """Runs steps in the order sent and answers each exactly once, in that order. Requests may
@@ -264,6 +266,7 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
           FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before.
           INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
           INVALID_ARGUMENT     INVALID_RENDEZVOUS the secret can be guessed.
+          UNAVAILABLE          JOIN_FAILED   the store cannot be opened.
         """
 
     @_abc_1.abstractmethod
@@ -288,7 +291,7 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
           FAILED_PRECONDITION  NOT_PLACED    the executor is elastic, and there is no placement.
           UNAVAILABLE          LOAD_FAILED   experts could not be read from the checkpoint.
           UNAVAILABLE          JOIN_FAILED   another member did not come in time, a newer epoch
-                                             began, or graphs were not captured.
+                                             began, the store cannot be opened, or graphs were not captured.
         """
 
     @_abc_1.abstractmethod

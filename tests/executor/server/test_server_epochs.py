@@ -241,6 +241,18 @@ async def test_a_store_that_cannot_be_opened_where_it_was_to_be_fails_the_join(
     await client.executor.Join(join_request(3, stores.address))
 
 
+async def test_a_prepare_says_why_it_cannot_open_a_store(fake: Any, stores: StorePort):
+    worker, client = fake
+    worker.servicer._open_store = stores.open
+    port = int(stores.address.rpartition(":")[2])
+    with socket.create_server((HOST, port), reuse_port=False):
+        call = client.executor.Prepare(pb.PrepareRequest(epoch=1, secret=SECRET))
+        reason, problem = await error_of(call)
+    assert reason == "JOIN_FAILED"
+    assert f"cannot listen on {HOST}, port {port}" in problem
+    assert await client.prepare(2) == stores.address
+
+
 async def test_a_join_that_fails_leaves_the_executor_joinable(fake: Any):
     worker, client = fake
     worker.failure = JoinFailed("rank 1 did not come")
