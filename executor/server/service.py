@@ -389,6 +389,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             staging = experts.stage(placement.slots, used, request.max_bytes_per_s)
             self._cancel_staging()
             self._staging = staging
+            if self._joining is not None:  # which would wait for it
+                staging.cancel()
             try:
                 await self._stage(staging, context)
             finally:

@@ -163,8 +163,9 @@ class ExecutorServiceServicer:
     def Stage(self, request, context):
         """Loads the experts that a placement gives this executor and that it does not hold, beside the steps
         of its group if it is in one, so that a Join with that placement reads nothing. Answers how far it
-        is, a few times a second, and ends when all are there. Cancelling the call ends it, and so does a Join
-        or a newer Stage, with bytes_done below bytes_total in the last answer; experts that were loaded stay.
+        is, a few times a second, and ends when all are there. Cancelling the call ends it, and so does a Join,
+        also one that is under way, or a newer Stage, with bytes_done below bytes_total in the last answer;
+        experts that were loaded stay.
 
         Errors:
         INVALID_ARGUMENT     INVALID_PLACEMENT as of Join.

@@ -139,8 +139,9 @@ class ExecutorServiceStub:
     Stage: _grpc.UnaryStreamMultiCallable[_executor_pb2.StageRequest, _executor_pb2.StageResponse]
     """Loads the experts that a placement gives this executor and that it does not hold, beside the steps
     of its group if it is in one, so that a Join with that placement reads nothing. Answers how far it
-    is, a few times a second, and ends when all are there. Cancelling the call ends it, and so does a Join
-    or a newer Stage, with bytes_done below bytes_total in the last answer; experts that were loaded stay.
+    is, a few times a second, and ends when all are there. Cancelling the call ends it, and so does a Join,
+    also one that is under way, or a newer Stage, with bytes_done below bytes_total in the last answer;
+    experts that were loaded stay.
 
     Errors:
       INVALID_ARGUMENT     INVALID_PLACEMENT as of Join.
@@ -224,8 +225,9 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
     Stage: _aio.UnaryStreamMultiCallable[_executor_pb2.StageRequest, _executor_pb2.StageResponse]  # type: ignore[assignment]
     """Loads the experts that a placement gives this executor and that it does not hold, beside the steps
     of its group if it is in one, so that a Join with that placement reads nothing. Answers how far it
-    is, a few times a second, and ends when all are there. Cancelling the call ends it, and so does a Join
-    or a newer Stage, with bytes_done below bytes_total in the last answer; experts that were loaded stay.
+    is, a few times a second, and ends when all are there. Cancelling the call ends it, and so does a Join,
+    also one that is under way, or a newer Stage, with bytes_done below bytes_total in the last answer;
+    experts that were loaded stay.
 
     Errors:
       INVALID_ARGUMENT     INVALID_PLACEMENT as of Join.
@@ -342,8 +344,9 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_executor_pb2.StageResponse], _abc.AsyncIterator[_executor_pb2.StageResponse]]:
         """Loads the experts that a placement gives this executor and that it does not hold, beside the steps
         of its group if it is in one, so that a Join with that placement reads nothing. Answers how far it
-        is, a few times a second, and ends when all are there. Cancelling the call ends it, and so does a Join
-        or a newer Stage, with bytes_done below bytes_total in the last answer; experts that were loaded stay.
+        is, a few times a second, and ends when all are there. Cancelling the call ends it, and so does a Join,
+        also one that is under way, or a newer Stage, with bytes_done below bytes_total in the last answer;
+        experts that were loaded stay.
 
         Errors:
           INVALID_ARGUMENT     INVALID_PLACEMENT as of Join.

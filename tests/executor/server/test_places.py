@@ -4,11 +4,13 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
 from executor.model.weights import Loader
 from protos.executor.v1 import executor_pb2 as pb
+from tests.executor.support.fake_worker import TIMEOUT_S
 from tests.executor.support.ranks.elastic import (
     describe,
     elastic_executors,
@@ -182,6 +184,30 @@ async def test_staging_ends_with_its_call_or_for_what_is_newer(tiny_checkpoint: 
                 last = answer
             assert last.bytes_done < last.bytes_total
         assert sorted(resident(await describe(client))) == [*range(8)]
+
+
+async def test_staging_that_comes_while_a_join_is_under_way_does_not_hold_it_up(
+    tiny_checkpoint: Path,
+):
+    """As that of another router, which does not know of the Join."""
+    async with elastic_executors(tiny_checkpoint, 2, 2) as clients:
+        slot_map = await map_for(clients)
+        address = await clients[0].prepare(1)
+        requests = [join_request(2, address) for _ in clients]
+        for rank, request in enumerate(requests):
+            request.placement.CopyFrom(placement_of(slot_map, rank))
+        first = clients[0].executor.Join(requests[0])
+        while (await describe(clients[0])).epoch < 2:
+            pass
+        slow = pb.StageRequest(placement=requests[0].placement, max_bytes_per_s=1)
+        call = clients[0].executor.Stage(slow)
+        told = await call.read()
+        assert told.bytes_done < told.bytes_total
+        second = clients[1].executor.Join(requests[1])
+        async with asyncio.timeout(TIMEOUT_S):
+            assert (await first).loaded_bytes == told.bytes_total
+            await second
+        assert await call.read() is grpc.aio.EOF
 
 
 async def test_experts_that_cannot_be_read_fail_the_join_and_not_the_next(
