@@ -298,6 +298,8 @@ class Worker:
         """
         attempt = attempt or JoinAttempt(epoch)
         self.leave()
+        for member in self._members:  # those that joined a group as another thread left it
+            member.leave()
         self._before = self._deferred = None
         self._rows.reset()
         if placement is not None:

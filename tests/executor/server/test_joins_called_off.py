@@ -18,6 +18,7 @@ from executor.batch.placement import Loaded
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from executor.errors import JoinFailed, PeerLost
+from executor.parallel.communicators import DpCommunicator
 from executor.parallel.epochs import JoinAttempt
 from executor.parallel.process_groups import EpochGroups
 from executor.parallel.rendezvous import open_store
@@ -213,6 +214,27 @@ def test_a_worker_that_is_called_off_before_its_groups_are_known_uses_none_of_th
     with pytest.raises(JoinFailed, match=f"^epoch 3: {OVER}$"):
         alone.join(3, f"{HOST}:1", CalledOffLate(3))
     assert happened == ["closed"]
+
+
+def test_a_worker_that_is_called_off_while_its_members_join_needs_no_group_to_run_alone(
+    alone: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """Who joins after the other thread has left would use a group that is closed, in later epochs, too."""
+    attempt, communicator = JoinAttempt(3), DpCommunicator.single()
+
+    def call_off(_: EpochGroups) -> None:
+        attempt.call_off(OVER)
+        alone.leave()
+
+    group: Any = SimpleNamespace(rank=0, world_size=1, close=lambda: None)
+    first = SimpleNamespace(join=call_off, leave=lambda: None)
+    monkeypatch.setattr(alone, "_form_group", lambda *place: EpochGroups(3, group, None, group))
+    monkeypatch.setattr(alone, "_members", [first, communicator])
+    with pytest.raises(JoinFailed, match=f"^epoch 3: {OVER}$"):
+        alone.join(3, f"{HOST}:1", attempt)
+    monkeypatch.setattr(alone, "_form_group", None)
+    alone.join(4, "")
+    assert communicator.is_alone
 
 
 def test_a_worker_that_has_left_its_group_runs_no_step(alone: Any, monkeypatch: pytest.MonkeyPatch):
