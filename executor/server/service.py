@@ -569,11 +569,11 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         if stream.has_ended:
             return None
         stream.under_way.add(request.step_id)
-        self._begun_step_id = request.step_id
         try:
+            self._check_order(request)
+            self._begun_step_id = request.step_id
             worker.run_deferred()
             begun_ns = time.perf_counter_ns()
-            self._check_order(request)
             if _leaves(worker):
                 stream.epoch = request.epoch
             pending = worker.launch(request)

@@ -58,6 +58,20 @@ async def test_beats_say_which_process_epoch_and_step_it_is(fake: Any):
     await beat_with(call, epoch=2, step_id=0)
 
 
+@pytest.mark.parametrize(("step_id", "epoch"), [(7, 1), (7, 9)])
+async def test_a_step_that_is_not_the_next_of_the_epoch_has_not_begun(
+    fake: Any, step_id: int, epoch: int
+):
+    _, client = fake
+    assert await client.joins_and_runs(1)
+    assert await reason_of(client.steps(step_id, epoch=epoch)) in (
+        "STEP_OUT_OF_ORDER",
+        "STALE_EPOCH",
+    )
+    beat = await (await attended(client)).read()
+    assert (beat.epoch, beat.step_id) == (1, 1)
+
+
 async def test_a_pause_is_announced_at_once_for_as_long_as_a_join_takes(
     fake: Any, monkeypatch: pytest.MonkeyPatch
 ):
