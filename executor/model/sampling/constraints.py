@@ -389,7 +389,7 @@ class Constraints:
             failed = [(place, row) for place, row in failed if self._is_broken(row)]
         for (place, row), length in zip(places, lengths, strict=True):
             if self._is_free(row):
-                masks[place] = self._free
+                masks[place] = self._free_mask(row, length)
             elif (matcher := self._matcher_of(row)) is None:
                 masks[place] = -1
             elif not self._trim(row, matcher, masks[place], length):
@@ -445,12 +445,17 @@ class Constraints:
             way = [tokens[n - 1] for n in _way_to(node, parents)[1:]]
             behind = _behind(held.begin_ids, held.output + way)
             if behind is None:
-                masks[node] = self._free
+                masks[node] = self._free_mask(row, length + len(way))
             elif (matcher := self._read(row, behind)) is None:
                 return
             elif not matcher.is_error():
                 self._compute(masks, [(matcher, node)])
                 self._trim(row, matcher, masks[node], length + len(way))
+
+    def _free_mask(self, row: int, length: int) -> Masks:
+        """Returns the mask [V / 32] of a row whose grammar has not begun, with so many tokens."""
+        held = self._rows[row]
+        return _without(self._free, held.end_ids) if length < held.min_len else self._free
 
     def _is_free(self, row: int) -> bool:
         return row in self._rows and bool(self._rows[row].begin_ids)

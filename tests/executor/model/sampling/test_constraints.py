@@ -264,6 +264,19 @@ def test_a_grammar_begins_behind_the_first_tokens_that_say_so(
         assert gain(constraints, [0], ids(each)) == {}
 
 
+def test_below_min_tokens_a_stop_token_is_out_also_before_the_grammar_begins(
+    bytes_tokenizer: LLTokenizer,
+):
+    constraints, stop = constraints_of(bytes_tokenizer, max_nodes=4), ids("s")
+    least = {"suppressed_until": [12], "num_suppressed_ids": [1], "suppressed_ids": stop}
+    start(constraints, {0: DIGITS}, **least, **AFTER)
+    tree = HostDrafts(np.array([ids("xyx")]), np.array([[0, 1, 0]]))
+    begin(constraints, [0], seq_len=10, drafts=lambda: tree)
+    assert constraints.is_out()[:, stop[0]].tolist() == [True, True, False, True]
+    begin(constraints, [0], seq_len=12)
+    assert allowed(constraints) == ["free"]
+
+
 def test_a_grammar_may_begin_among_drafts(bytes_tokenizer: LLTokenizer):
     constraints = constraints_of(bytes_tokenizer, max_nodes=6)
     start(constraints, {0: DIGITS}, num_output_ids=[1], output_ids=ids("#"), **AFTER)
