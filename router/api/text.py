@@ -77,14 +77,15 @@ class WindowDetokenizer:
 
     def _add(self, token_id: int) -> str:
         self._window.append(token_id)
-        text = self._decode(self._window)
-        num_held = len(self._window) - self._num_shown
-        if text.endswith(REPLACEMENT) and num_held < MAX_CHARACTER_BYTES:
+        text, held = self._decode(self._window), self._window[self._num_shown :]
+        if text.endswith(REPLACEMENT) and len(held) < MAX_CHARACTER_BYTES:
             return ""
-        new = text[len(self._shown) :]
+        # Each of many tokens may end a character and begin another: only the last one is open.
+        of_held = self._decode(held)
+        num_open = int(text.endswith(REPLACEMENT) and of_held.endswith(REPLACEMENT))
+        new = text[len(self._shown) : len(text) - num_open]
         if new:
-            self._window = self._window[self._num_shown :]
-            self._shown = self._decode(self._window)
+            self._window, self._shown = held, of_held[: len(of_held) - num_open]
         elif len(self._window) > MAX_WINDOW_TOKENS:
             self._window.pop()
         self._num_shown = len(self._window)

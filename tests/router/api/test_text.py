@@ -9,7 +9,13 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models
 
-from router.api.text import OutputText, StopStrings, Tokenizer
+from router.api.text import (
+    MAX_CHARACTER_BYTES,
+    OutputText,
+    StopStrings,
+    Tokenizer,
+    _bytes_by_character,
+)
 from router.requests.request import Int32Array
 from tests.router.support import fake_engines
 
@@ -128,6 +134,20 @@ def test_pieces_of_any_bytes_join_to_what_the_tokenizer_decodes(
     text = byte_tokenizer.new_text(skips_special=skips)
     taken = text_of(text, random_pieces(rng, token_ids))
     assert "".join(taken) == byte_tokenizer.decode(token_ids, skips_special=skips)
+
+
+def test_characters_across_any_number_of_tokens_are_whole(tmp_path: Path):
+    data = ("世界" * 8).encode()
+    parts = [data[:1], *(data[i : i + 3] for i in range(1, len(data), 3))]
+    char_of = {byte: char for char, byte in _bytes_by_character().items()}
+    words = ["".join(map(char_of.__getitem__, part)) for part in parts]
+    vocab = {word: number for number, word in enumerate(dict.fromkeys(words))}
+    inner = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    inner.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
+    pieces = [[vocab[word]] for word in words]
+    taken = text_of(saved(inner, tmp_path).new_text(), pieces)
+    assert "".join(taken) == data.decode()
+    assert len(taken[-1]) < MAX_CHARACTER_BYTES  # the others came before
 
 
 def test_a_decoder_that_looks_back_is_given_the_tokens_before(word_tokenizer: Tokenizer):
