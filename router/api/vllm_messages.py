@@ -41,6 +41,7 @@ _FIELD_NAMES = {
     "stop.stop_strings": "sampling_params.stop",
     "constraint": "sampling_params",
     "constraint.choices.values": "sampling_params.choice",
+    "output": "sampling_params",
     "output.top_logprobs": "sampling_params.logprobs",  # or prompt_logprobs; the larger counts
 }
 

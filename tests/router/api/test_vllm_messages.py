@@ -15,6 +15,7 @@ from router.api.constraints import build_grammar
 from router.api.text import Tokenizer
 from router.api.vllm_messages import read_generate
 from router.errors import QueueFull
+from router.requests.callers import CallerSettings
 from router.requests.request import OutputOptions, Request, SamplingParams, StopConditions
 from tests.repo.source import ROOT
 from tests.router.support.calls import PROMPT, SAMPLING, failure
@@ -194,10 +195,15 @@ SCORED = pb.SamplingParams(prompt_logprobs=0)
         (tokens(1, 1000), "INVALID_REQUEST", "tokenized.input_ids[1]"),
         (tokens(*[1] * 100), "PROMPT_TOO_LONG", "tokenized.input_ids"),
         (tokens(1, request_id="x" * 129), "INVALID_REQUEST", "request_id"),
+        (
+            tokens(*[1] * 50, sampling_params=SCORED),
+            "INVALID_REQUEST",
+            "sampling_params.prompt_logprobs",
+        ),
     ],
 )
 async def test_a_prompt_that_cannot_be_run_is_refused(message: Any, reason: str, field: str):
-    async with connected(FakeEngines()) as stub:
+    async with connected(FakeEngines(), settings=CallerSettings(max_request_outputs=40)) as stub:
         error = await failure(stub.Generate(message))
 
         details = error_details(error)

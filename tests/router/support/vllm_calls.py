@@ -13,6 +13,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 from router.api.generate import GenerationServicer
 from router.api.text import Tokenizer
 from router.api.vllm_engine import VllmEngineServicer, add_vllm_engine
+from router.requests.callers import DEFAULTS, CallerSettings
 from router.requests.request import Sequence
 from tests.router.support.calls import PROMPT, responses
 from tests.router.support.fake_engines import FakeEngines, front_of, listening
@@ -24,8 +25,9 @@ async def connected(
     tokenizer: Tokenizer | None = None,
     tokenizer_file: Path | None = None,
     is_ready: Callable[[], bool] = lambda: True,
+    settings: CallerSettings = DEFAULTS,
 ) -> AsyncIterator[Any]:
-    generation = GenerationServicer(engines, tokenizer, version="1.2.3")  # type: ignore[arg-type]
+    generation = GenerationServicer(engines, tokenizer, "1.2.3", settings)  # type: ignore[arg-type]
     servicer = VllmEngineServicer(
         generation,
         engines,  # type: ignore[arg-type]
