@@ -482,14 +482,14 @@ class Constraints:
         Returns:
             Whether anything is left; else it lets everything pass.
         """
-        held = self._rows[row]
-        if length < held.min_len and (rest := _without(mask, held.end_ids)).any():
-            mask[:] = rest
         if self._plain_end_ids.size and not matcher.is_accepting():
             mask[:] = _without(mask, self._plain_end_ids)
             if not mask.any():
                 mask.fill(-1)
                 return False
+        held = self._rows[row]
+        if length < held.min_len and (rest := _without(mask, held.end_ids)).any():
+            mask[:] = rest
         return True
 
     def _fail(self, row: int, problem: str) -> None:

@@ -158,6 +158,15 @@ def test_an_end_that_is_text_as_well_does_not_end_an_output_early():
     assert len(gain(constraints, [0], [EOS])) == 1
 
 
+def test_below_min_tokens_an_output_goes_on_by_a_stop_token_where_only_an_end_could_come_instead():
+    constraints, stop = constraints_of(tokenizer(EOS, NEWLINE)), ids("b")
+    least = {"suppressed_until": [12], "num_suppressed_ids": [1], "suppressed_ids": stop}
+    start(constraints, {0: LLMatcher.grammar_from_regex("(b|\n)c")}, **least)
+    begin(constraints, [0], seq_len=9)
+    assert allowed(constraints) == ["b"]
+    assert gain(constraints, [0], stop) == {}
+
+
 def test_a_device_unpacks_masks_as_the_host_does(bytes_tokenizer: LLTokenizer):
     constraints = constraints_of(bytes_tokenizer)
     start(constraints, {0: JSON, 1: DIGITS})
