@@ -92,7 +92,7 @@ class Row:
         if self.begin_ids:
             behind = _behind(self.begin_ids, self.output)
             if behind is None:
-                self.output = self.output[len(self.output) - len(self.begin_ids) + 1 :]
+                self.output = self.output[max(0, len(self.output) - len(self.begin_ids) + 1) :]
             else:
                 self.output, self.begin_ids = behind, []
 

@@ -273,6 +273,20 @@ def test_a_grammar_begins_behind_the_first_tokens_that_say_so(
         assert gain(constraints, [0], ids(each)) == {}
 
 
+@pytest.mark.parametrize("begin_ids", ["#", "##", "<end>", "<end of thought>"])
+def test_a_grammar_begins_behind_any_number_of_tokens_that_come_one_by_one(
+    bytes_tokenizer: LLTokenizer, begin_ids: str
+):
+    constraints = constraints_of(bytes_tokenizer)
+    start(constraints, {0: DIGITS}, num_begin_ids=[len(begin_ids)], begin_ids=ids(begin_ids))
+    for token_id in ids(f"xyz{begin_ids}"):
+        begin(constraints, [0])
+        assert allowed(constraints) == ["free"]
+        gain(constraints, [0], [token_id])
+    begin(constraints, [0])
+    assert allowed(constraints) == ["0123456789"]
+
+
 def test_below_min_tokens_a_stop_token_is_out_also_before_the_grammar_begins(
     bytes_tokenizer: LLTokenizer,
 ):
