@@ -114,6 +114,7 @@ class Answers:
         self._is_streamed: bool = request.stream
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self._num_top = _num_top(params, "logprobs")
+        self._scores_prompt: bool = params.HasField("prompt_logprobs")  # and has not yet
         self._num_prompt_top = _num_top(params, "prompt_logprobs")
         self._n: int = params.n or 1
         self._ends: dict[int, Message] = {}
@@ -173,7 +174,8 @@ class Answers:
             answer.output_logprobs.token_logprobs.append(entry.logprob)
             answer.output_logprobs.token_ids.append(entry.token_id)
             _add_top(answer.output_logprobs, entry, self._num_top)
-        if response.prompt_logprobs:
+        if self._scores_prompt and response.index == 0:  # they come with its first tokens
+            self._scores_prompt = False
             _add_prompt_logprobs(
                 answer.input_logprobs,
                 self._prompt_ids[0],

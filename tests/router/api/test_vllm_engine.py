@@ -116,6 +116,23 @@ async def test_log_probabilities_stand_beside_their_tokens(stream: bool):
         assert [list(top.token_ids) for top in prompt.top_logprobs] == [[], [1], [3]]
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_prompt_of_one_token_has_its_token_beside_no_log_probability(stream: bool):
+    message = generate(stream=stream, prompt_logprobs=1)
+    message.tokenized.input_ids[:] = [5]
+    engines = FakeEngines()
+    async with connected(engines) as stub:
+        call = stub.Generate(message)
+        [sequence] = (await engines.arrivals.get()).sequences
+        engines.give(sequence, [10])
+        engines.finish(sequence)
+        received = await answers(call)
+
+    [prompt] = [m.input_logprobs for m in received if m.HasField("input_logprobs")]
+    assert list(prompt.token_ids) == [5]
+    assert [entry.HasField("value") for entry in prompt.token_logprobs] == [False]
+
+
 async def test_log_probabilities_without_alternatives_have_none():
     async with generating(stream=False, logprobs=0) as (engines, call, [sequence]):
         sequence.logprobs.append(scored(10))
