@@ -111,6 +111,7 @@ class Answers:
     def __init__(self, request: Message) -> None:
         params = request.sampling_params
         self._prompt_ids = request.tokenized.input_ids
+        self._num_prompt_tokens = len(self._prompt_ids)  # of a text: when its output begins
         self._is_streamed: bool = request.stream
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self._num_top = _num_top(params, "logprobs")
@@ -122,6 +123,8 @@ class Answers:
 
     def add(self, response: serving_pb2.GenerateResponse) -> list[Message]:
         """Returns what to send now, in order."""
+        if response.HasField("begin"):
+            self._num_prompt_tokens = response.begin.num_prompt_tokens
         complete = self._end(response.index)
         complete.completion_tokens += len(response.token_ids)
         answers = []
@@ -154,7 +157,7 @@ class Answers:
         """Returns the last message of a continuation, as far as it is known."""
         if index not in self._ends:
             self._ends[index] = pb.GenerateComplete(
-                index=index, prompt_tokens=len(self._prompt_ids)
+                index=index, prompt_tokens=self._num_prompt_tokens
             )
         return self._ends[index]
 

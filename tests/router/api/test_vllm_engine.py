@@ -200,6 +200,22 @@ async def test_abort_ends_a_request_well_whose_grammar_is_being_built(
         assert await call.code() is grpc.StatusCode.OK
 
 
+async def test_a_text_has_its_number_of_tokens_in_each_answer_also_where_it_is_aborted(
+    tokenizer: Tokenizer,
+):
+    message = pb.GenerateRequest(request_id="mine", text="hi there", stream=True)
+    engines = FakeEngines()
+    async with connected(engines, tokenizer) as stub:
+        call = stub.Generate(message)
+        request = await engines.arrivals.get()
+        engines.give(request.sequences[0], [10])
+        chunk = (await call.read()).chunk
+        await stub.Abort(pb.AbortRequest(request_ids=["mine"]))
+        [complete] = await answers(call)
+
+    assert chunk.prompt_tokens == complete.prompt_tokens == len(request.prompt)
+
+
 async def test_abort_without_a_stream_returns_the_tokens_so_far():
     async with calling(stream=False) as (engines, stub, call, [mine]):
         other = stub.Generate(generate(request_id="other"))
