@@ -171,6 +171,8 @@ class _Reads:
         except asyncio.CancelledError:
             if not turn.cancelled():  # it was this call's turn
                 self._pass_on()
+            elif turn in self._waiting:  # else it stays below newer ones, perhaps for ever
+                self._waiting.remove(turn)
             raise
 
     def end_turn(self, deadline: asyncio.Timeout) -> None:

@@ -160,6 +160,22 @@ async def test_a_call_that_leaves_while_it_waits_takes_no_turn():
     assert not admission._reads
 
 
+async def test_calls_that_leave_before_their_turn_leave_nothing_behind():
+    admission = Admission(PortLimits(), (), Refusals())
+    first = [_Caller(admission) for _ in range(MAX_READS)]
+    leaving = [_Caller(admission) for _ in range(20)]
+    await settle()
+    for caller in leaving:
+        caller.reading.cancel()
+    newest = _Caller(admission)
+    await settle()
+    [reads] = admission._reads.values()
+    assert len(reads._waiting) == 1
+    for caller in (*first, newest):
+        caller.reading.cancel()
+    await settle()
+
+
 async def test_while_others_wait_a_call_that_sends_nothing_has_less_time(
     monkeypatch: pytest.MonkeyPatch,
 ):
