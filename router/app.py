@@ -26,6 +26,7 @@ from protos.telemetry.scrapes import NO_PAGES, Page
 from protos.transport.admission import Refusals
 from protos.transport.health import SERVICE_NAME
 from protos.transport.interceptors import RequestReader
+from protos.transport.limits import MAX_OPTION
 from protos.transport.reflection import enable_reflection
 from router.api import constraints
 from router.api.chat import ChatRenderer, read_templates
@@ -251,7 +252,7 @@ def server_options(config: RouterConfig) -> list[tuple[str, int]]:
     ]
     if config.max_connection_age_s:
         # gRPC spreads it by a tenth. No max_connection_age_grace_ms: past it, streams are killed.
-        age_ms = max(1, round(config.max_connection_age_s * 1000))
+        age_ms = min(max(1, round(config.max_connection_age_s * 1000)), MAX_OPTION)
         options.append(("grpc.max_connection_age_ms", age_ms))
     return options
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from protos.settings import above, at_least, setting
 
+MAX_OPTION = (1 << 31) - 2  # gRPC counts in 32 bits, and aborts at the last number
+
 
 @dataclass(frozen=True, kw_only=True)
 class PortLimits:
@@ -53,7 +55,7 @@ class PortLimits:
         if message_bytes is None:
             message_bytes = self.max_message_bytes or self.default_message_bytes
         timeout_ms = max(1, round(1000 * self.first_message_timeout_s))
-        return [
+        options = [
             # A second process at one address shall fail, rather than take half the connections.
             ("grpc.so_reuseport", 0),
             ("grpc.max_allowed_incoming_connections", self.max_connections),
@@ -76,3 +78,4 @@ class PortLimits:
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.keepalive_timeout_ms", 10_000),
         ]
+        return [(name, min(value, MAX_OPTION)) for name, value in options]

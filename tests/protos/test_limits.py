@@ -243,6 +243,18 @@ async def test_the_port_for_probes_has_limits_too():
     assert refused == {"TOO_MANY_CALLS": 1}
 
 
+async def test_a_limit_beyond_what_grpc_can_count_is_none():
+    limits = {
+        "max_message_bytes": 1 << 40,
+        "max_calls": 1 << 40,
+        "max_connections": 1 << 40,
+        "max_connection_idle_s": 1e9,
+        "first_message_timeout_s": 1e9,
+    }
+    async with serving(**limits) as address, calling(address) as channel:
+        assert await ask(channel) == b"hello"
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]

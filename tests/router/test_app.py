@@ -284,6 +284,10 @@ async def test_an_old_connection_is_replaced_and_its_streams_go_on():
         assert await stream == list(range(60))
 
 
+async def test_a_connection_may_grow_older_than_grpc_can_count():
+    grpc.aio.server(options=server_options(RouterConfig(groups=GROUPS, max_connection_age_s=1e7)))
+
+
 async def test_a_client_may_ping_every_ten_seconds():
     options = dict(server_options(RouterConfig(groups=GROUPS)))
     assert options["grpc.http2.min_ping_interval_without_data_ms"] <= 1_000
