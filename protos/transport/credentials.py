@@ -373,15 +373,19 @@ class AcceptedTokens:
             return None
 
 
-def token_sender(path: Path) -> Callable[[], str]:
+def token_sender(path: Path, setting: str = "token") -> Callable[[], str]:
     """Returns a function that returns the first token of a file, as it is then.
+
+    Args:
+        path: The file.
+        setting: That names it, for the log.
 
     Raises:
         OSError: The file cannot be read.
         ValueError: It makes no sense.
     """
     return Watched(
-        "token", lambda: next(iter(read_tokens(path))), lambda t: t, interval_s=TOKEN_RELOAD_S
+        setting, lambda: next(iter(read_tokens(path))), lambda t: t, interval_s=TOKEN_RELOAD_S
     ).value
 
 

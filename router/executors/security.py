@@ -76,5 +76,7 @@ class ExecutorSecurity:
         if self.executor_ca is not None:
             files = self._executor_files
             tls = WatchedTls("executor_ca", files, cert="executor_cert", ca="executor_ca")
-        token = None if self.executor_token is None else token_sender(self.executor_token)
+        token = None
+        if self.executor_token is not None:
+            token = token_sender(self.executor_token, "executor_token")
         return ChannelOpener(tls, name, token)

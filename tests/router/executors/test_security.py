@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from protos.transport.credentials import TlsFiles
+from protos.transport import credentials
+from protos.transport.credentials import TlsFiles, stale_files
 from router.client import Client
 from router.executors.security import ExecutorSecurity
 from tests.support.certificates import Authority
@@ -70,3 +71,16 @@ async def test_a_group_behind_a_name_is_checked_by_that_name(authority: Authorit
             assert await ask(channel) == b"hello"
         async with security.opener((address,)).open(address, ()) as channel:
             assert (await refusal(channel)).code() in NOT_CONNECTED
+
+
+def test_a_file_of_the_executors_token_that_makes_no_sense_is_told_by_its_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(credentials, "TOKEN_RELOAD_S", 0.0)
+    path = tmp_path / "token"
+    path.write_text(TOKEN)
+    opener = ExecutorSecurity(executor_token=path).opener(("127.0.0.1:1",))
+    assert stale_files()["executor_token"] == 0
+    path.write_text("")
+    assert stale_files()["executor_token"] == 1
+    del opener  # it was there until now
