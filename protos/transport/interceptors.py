@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 else:
     Handler = grpc.RpcMethodHandler
 
+UNREAD = b"other types of SAN"  # what gRPC says of each alternative name of another kind
 NEEDED = "send the metadata 'authorization: Bearer TOKEN'"
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -36,9 +37,12 @@ _token_name: ContextVar[str] = ContextVar("token_name")
 def caller_of(context: Context) -> Caller:
     """Returns who calls: the name of the call's token, then those in the client's certificate.
 
-    Of a certificate, the alternative names, or the common name where it has none.
+    Of a certificate, the alternative names (DNS, URI, IP, email), or the common name where it has none.
     """
     token, names = _token_name.get(None), context.peer_identities() or ()
+    if UNREAD in names:  # of everybody's certificate that has one: it tells nobody apart
+        others = [name for name in names if name != UNREAD]
+        names = others or context.auth_context()["x509_common_name"]
     certified = [name.decode(errors="backslashreplace") for name in names]
     return (*([] if token is None else [token]), *certified)
 

@@ -235,6 +235,15 @@ async def test_a_caller_is_told_by_its_certificate_and_its_token(
             assert await ask(channel, WHO) == b""
 
 
+async def test_callers_whose_alternative_names_grpc_cannot_read_are_told_apart(
+    authority: Authority,
+):
+    async with serving(**mutual_tls(authority)) as address:
+        for name in ("alice", "bob"):
+            async with calling(address, authority.issue_to_person(name)) as channel:
+                assert await ask(channel, WHO) == name.encode()
+
+
 def test_a_server_keeps_no_token(tokens: Path):
     accepted = AcceptedTokens(tokens)
 
