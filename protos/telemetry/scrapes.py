@@ -91,7 +91,7 @@ def serve_metrics(
         )
         pages = {"/metrics": _metrics_page(collect), **pages}
         server = _Server(family, address, pages, tokens, max_scrapes, on_refused)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise OSError(
             f"metrics_listen={listen}: the address cannot be bound: {error}; free it, or choose "
             f"another"

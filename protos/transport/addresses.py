@@ -18,6 +18,7 @@ def try_to_bind(address: str) -> None:
 
     Raises:
         OSError: None of the name's addresses can be bound.
+        UnicodeError: It is no name that can have one.
     """
     host, _, number = address.rpartition(":")
     problem = OSError("the name has no address")

@@ -225,7 +225,7 @@ async def _start(
             port = server.add_insecure_port(address)
         else:
             port = server.add_secure_port(address, credentials)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, UnicodeError) as error:
         raise OSError(
             f"{name}={address}: the address cannot be bound: {error}; free it, or choose another"
         ) from error

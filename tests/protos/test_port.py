@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from protos.transport.addresses import is_loopback
+from protos.transport.admission import Refusals
 from protos.transport.port import ServiceConfig
 from tests.support.certificates import Authority, replace
 
@@ -84,6 +85,19 @@ async def test_a_port_that_is_taken_is_named_with_the_reason():
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(OSError, match=f"^listen={address}: .*in use; free it, or choose"):
             await ServiceConfig(listen=address).start(grpc.aio.server())
+
+
+@pytest.mark.parametrize("name", ["health_listen", "metrics_listen", "listen"])
+async def test_an_address_that_no_name_can_have_is_named_with_its_setting(name: str):
+    config, refusals = ServiceConfig(**{name: "a..b:1"}, plaintext="on"), Refusals()
+
+    async def open_ports() -> None:
+        await config.serve_health(lambda server: None, refusals)
+        config.serve_metrics(list, refusals.count)
+        await config.start(grpc.aio.server())
+
+    with pytest.raises(OSError, match=f"^{name}=a..b:1: the address cannot be bound: .*label"):
+        await open_ports()
 
 
 def test_plain_text_is_for_loopback_unless_the_operator_asks_for_it():
