@@ -136,13 +136,18 @@ def _check_tokenizer(file: Path) -> None:
 
 
 def _check_otlp_endpoint(endpoint: str) -> None:
-    parts = urlsplit(endpoint)
-    if parts.username or parts.password:
+    if "@" in endpoint:
         raise ValueError(
             "otlp_endpoint: it has a user or a password, and settings are logged; give them in "
             "OTEL_EXPORTER_OTLP_HEADERS"
         )
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(endpoint)
+        # Without a port gRPC takes that of https, also where it is to send plain text.
+        fits = parts.hostname and (parts.port, parts.scheme) != (None, "http")
+    except ValueError:  # of brackets or a port
+        fits = False
+    if not fits or parts.scheme not in ("http", "https"):
         raise ValueError(
             f"otlp_endpoint={endpoint}: need http://host:4317 of an OpenTelemetry collector that "
             f"takes OTLP over gRPC, or https"

@@ -68,6 +68,9 @@ def test_a_name_counts_as_another_machine(group: str):
         ({"retry_delay_s": 0.0}, "retry_delay_s=0.0: need more than 0"),
         ({"shutdown_grace_s": -1.0}, "shutdown_grace_s=-1.0: need at least 0"),
         ({"otlp_endpoint": "collector"}, "otlp_endpoint=collector: need http://host:4317"),
+        ({"otlp_endpoint": "http://[::1"}, "otlp_endpoint=.*: need http://host:4317"),
+        ({"otlp_endpoint": "http://collector:x"}, "otlp_endpoint=.*: need http://host:4317"),
+        ({"otlp_endpoint": "http://collector"}, "otlp_endpoint=.*: need http://host:4317"),
         ({"tokenizer": Path("/nowhere")}, "tokenizer=/nowhere: there is no such file; give"),
         ({"chat_template": Path("/some")}, "chat_template=/some: without a tokenizer"),
     ],
@@ -79,9 +82,10 @@ def test_a_setting_that_does_not_fit_is_named_with_what_does(
         RouterConfig(**{"groups": GROUPS, **settings})
 
 
-def test_a_password_in_a_setting_that_is_logged_is_refused_and_not_shown():
+@pytest.mark.parametrize("scheme", ["http://", ""])
+def test_a_password_in_a_setting_that_is_logged_is_refused_and_not_shown(scheme: str):
     with pytest.raises(ValueError, match="OTEL_EXPORTER_OTLP_HEADERS") as caught:
-        RouterConfig(groups=GROUPS, otlp_endpoint=f"http://me:{TOKEN}@collector:4317")
+        RouterConfig(groups=GROUPS, otlp_endpoint=f"{scheme}me:{TOKEN}@collector:4317")
     assert TOKEN not in str(caught.value)
 
 
