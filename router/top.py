@@ -217,7 +217,7 @@ def _flows(flows: Sequence[pb.FlowStatus]) -> Table:
         shown[MAX_FLOWS:] = [pb.FlowStatus(flow=f"{len(rest)} more", **sums)]
     for flow in shown:
         table.add_row(
-            _printable(flow.flow) or "-",
+            Text(_printable(flow.flow) or "-"),  # a caller chose it: no markup of ours
             f"{flow.num_waiting:,}",
             f"{flow.num_running:,}",
             f"{flow.served_share:.0%}",

@@ -122,6 +122,12 @@ def test_an_elastic_group_tells_what_it_should_have_and_its_spares():
     assert "spares: 2 staged, 1 held off;" in render(ready(rank(0), elastic=elastic))
 
 
+@pytest.mark.parametrize("name", ["user=[/b]", "user=[red]bob", "user=:smile:"])
+def test_a_flow_is_shown_by_the_name_that_its_caller_gave_it(name: str):
+    flows = [pb.FlowStatus(flow=name), pb.FlowStatus(flow="other")]
+    assert name in render(ready(rank(0), flows=flows))
+
+
 def test_flows_are_told_with_what_they_get_the_greatest_first():
     assert "flow" not in render(ready(rank(0)))
     small = [pb.FlowStatus(flow=f"x\x1b-{n}", num_waiting=1, num_served_tokens=4) for n in range(9)]
