@@ -290,11 +290,14 @@ async def drain(
     """
     health.set_ready(False)
     engines.begin_drain(delay_s=delay_s, grace_s=grace_s)
+    loop = asyncio.get_running_loop()
+    end = loop.time() + grace_s  # the time to leave groups is of the grace, too
     if not await _hand_over(engines, grace_s, at_once):
         await _wait(lambda: False, delay_s, at_once)
+        end += delay_s
     engines.shut_down()
     # Calls, not requests: one whose client reads slowly still has tokens to deliver.
-    await _wait(lambda: not engines.listeners.num_open, grace_s, at_once)
+    await _wait(lambda: not engines.listeners.num_open, end - loop.time(), at_once)
     num_cut = engines.num_live
     engines.cancel_all()
     await _wait(lambda: not engines.listeners.num_open, FLUSH_S, asyncio.Event())

@@ -4,8 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -15,11 +17,12 @@ from protos.serving.v1 import serving_pb2_grpc
 from protos.transport.error_details import error_details
 from router.api import constraints
 from router.api.health import Health
-from router.app import StopSignals, drain, server_options, warm_up
+from router.app import DRAIN_POLL_S, FLUSH_S, StopSignals, drain, server_options, warm_up
 from router.client import Client, Many, Unavailable
 from router.config import RouterConfig
 from tests.router.support.calls import prompt
 from tests.router.support.fake_engines import MODEL, FakeEngines, generation, listening, serve
+from tests.support.virtual_clock import on_virtual_clock
 
 LONG_S = 3600.0  # longer than any test here takes
 GROUPS = (("127.0.0.1:1",),)
@@ -224,6 +227,18 @@ async def test_a_second_signal_ends_what_runs_at_once(router: Router, delay_s: f
     await draining
 
     assert await rest_of(call) == ([], grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN")
+
+
+@on_virtual_clock
+async def test_groups_that_are_not_left_in_time_make_a_stop_no_longer():
+    """What takes longer than delay and grace is killed, and its calls end without a reason."""
+    loop = asyncio.get_running_loop()
+    engines = Mock(listeners=Mock(num_open=1), num_live=1)
+    engines.hand_over = partial(asyncio.sleep, LONG_S)
+    begin = loop.time()
+    await drain(engines, Mock(), delay_s=5.0, grace_s=60.0, at_once=asyncio.Event())
+    engines.cancel_all.assert_called_once_with()
+    assert loop.time() - begin <= 5.0 + 60.0 + FLUSH_S + 2 * DRAIN_POLL_S
 
 
 async def test_a_second_signal_ends_the_wait_for_steps_before_groups_are_left(
