@@ -288,7 +288,7 @@ class ExecutorConfig(ServiceConfig):
     def peer_host(self) -> str | None:
         """Host at which the other members reach this executor; None if no setting names one."""
         if self.advertised_host is not None:
-            return self.advertised_host
+            return self.advertised_host.strip("[]")
         return None if self.host in WILDCARD_HOSTS else self.host.strip("[]")
 
     @property

@@ -160,6 +160,7 @@ def test_a_pod_and_a_container_together_name_a_rank(
         ("0.0.0.0:1", "10.0.0.7", ("10.0.0.7", "0.0.0.0")),
         ("[::]:1", "executor-0.test", ("executor-0.test", "::")),
         ("0.0.0.0:1", None, (None, None)),
+        ("[::]:1", "[fd00::1]", ("fd00::1", "::")),
     ],
 )
 def test_peers_are_told_the_advertised_host_first_and_every_address_is_open_only_if_listen_is(
