@@ -94,6 +94,7 @@ class RunnerSelection:
         target = (self._prefill, self._decode, self._verify)
         runners: list[Capturable] = [runner for runner in target if runner is not None]
         runners += self._draft_runners
+        self._captured_for = None
         for runner in runners:  # all of them first: they share memory, and the old group is gone
             runner.discard()
         for runner in runners:

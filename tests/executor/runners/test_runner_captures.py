@@ -15,6 +15,7 @@ from executor.batch.kv_pool import KVPool
 from executor.budget.capture_sizes import GraphSizes
 from executor.graph.backend import EagerBackend
 from executor.model.spec import ModelSpec
+from executor.parallel.layout import Place, Topology
 from executor.runners.target import RunnerSelection
 from tests.executor.support.recording.capture_state import check_reset_before_capture
 from tests.executor.support.recording.recording_backend import RecordingBackend
@@ -236,6 +237,22 @@ def test_a_capture_that_failed_is_made_again_from_the_start(failing: str, binds_
     runner.capture()
     assert sorted(log[:2]) == ["discard decode", "discard prefill"]
     assert log[2:] == ["capture prefill", "capture decode"]
+
+
+def test_after_a_capture_that_failed_nothing_is_left_of_an_older_place_either():
+    log: list[str] = []
+    outcomes, place = [None, RuntimeError("no memory"), None], Place()
+    decode = fake_runner("decode", log, outcomes)
+    eager = fake_runner("eager", log)
+    runner = RunnerSelection(eager, decode=decode, binds_group=False, place=place)
+    runner.capture()
+    older, place.topology = place.topology, Topology(dp_size=2)
+    with pytest.raises(RuntimeError, match="no memory"):
+        runner.capture()
+    place.topology = older
+    log.clear()
+    runner.capture()
+    assert log == ["discard decode", "capture decode"]
 
 
 def by_layout(
