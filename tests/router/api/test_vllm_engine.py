@@ -196,7 +196,8 @@ async def test_abort_ends_a_request_well_whose_grammar_is_being_built(
         await begun.wait()
         await stub.Abort(pb.AbortRequest(request_ids=["mine"]))
 
-        assert [answer.finish_reason for answer in await reading] == ["abort"] * 2
+        async with asyncio.timeout(30):
+            assert [answer.finish_reason for answer in await reading] == ["abort"] * 2
         assert await call.code() is grpc.StatusCode.OK
 
 
