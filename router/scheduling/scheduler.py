@@ -165,7 +165,7 @@ class Scheduler:
         num_before = table.num_tokens.copy() if self._line.are_many else None
         write = write_runs if is_speculative else write_tokens
         new = write(table, plan, result, has_ended=bool(self._leaving))
-        self._note_times(new, has_first=plan.agreement.has_extend)
+        self._note_times(new, has_first=bool(plan.chunks))
         self._listeners.wake(table.listener, new.has_token)
         due = [table.bound(row) for row, _ in new.due]
         num_dropped = sum(apply_stop_conditions(table, *row) for row in new.due)

@@ -24,8 +24,8 @@ class BatchMode(IntEnum):
     """What one DP rank runs in a step; ForwardMode in executor.proto."""
 
     IDLE = 0  # no sequences, but every collective call
-    DECODE = 1  # one token per sequence, none of them a prompt's; with drafts, some
-    EXTEND = 2  # some sequence runs prompt tokens
+    DECODE = 1  # the last known token of each sequence; with drafts, some behind it
+    EXTEND = 2  # some sequence runs more of a prompt
 
 
 class PaddingMode(Enum):
@@ -228,7 +228,7 @@ def join_batches(decodes: RankBatch, chunks: RankBatch | None) -> RankBatch:
         None if second is None else np.concatenate((first, second))
         for first, second in zip(ahead, chunks[1:11], strict=True)
     )
-    return RankBatch._make((BatchMode.EXTEND, *columns, chunks.starts, ()))
+    return RankBatch._make((chunks.mode, *columns, chunks.starts, ()))
 
 
 @dataclass(frozen=True, kw_only=True)

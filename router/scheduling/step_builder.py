@@ -101,25 +101,32 @@ class StepBuilder:
             growth: All blocks of the decodes that executors do not know; None: not known, look for them.
         """
         table, speculation = self._table, self._speculation
-        decodes, has_extend, num_draft_tokens = table.row_set(runs), any(chunks), 0
+        decodes, has_chunks, num_draft_tokens = table.row_set(runs), any(chunks), 0
         kv_tokens, self._kv_tokens = self.kv_tokens(decodes), None
         if speculation is None:  # else answers take back some of what was computed
             self._kv_tokens = decodes, kv_tokens + self._num_rows  # if the same rows go on
-        num_pairs = self._num_pairs(chunks) if has_extend else None
+        num_pairs, has_extend = None, False
+        if has_chunks:
+            runs[[chunk.row for chunk in chain.from_iterable(chunks)]] = True
+            has_extend = self._has_prompts(chunks)
+            if has_extend:
+                num_pairs = self._num_pairs(chunks)
+            else:
+                kv_tokens = table.kv_tokens(runs)
         columns, sampled_rows = self._decode_columns(decodes, limits, growth), None
         batches: dict[int, RankBatch] = {}
         scorings: dict[int, list[Scoring]] = {}
         num_rows = num_tokens = decodes.num_rows
         if limits is not None:
             assert speculation is not None
-            assert not has_extend
+            assert not has_chunks
             num_draft_tokens = speculation.num_draft_tokens
             num_tokens = [num_draft_tokens * count for count in num_rows]
         counts = Counts(num_rows, num_tokens, num_tokens, num_rows, num_rows)
-        if has_extend:
+        if has_chunks:
             counts = Counts(*map(list[int], counts))
-            batches, sampled_rows = self._take_chunks(chunks, decodes, counts)
-            runs[[chunk.row for chunk in chain.from_iterable(chunks)]] = True
+            mode = BatchMode.EXTEND if has_extend else BatchMode.DECODE
+            batches, sampled_rows = self._take_chunks(chunks, mode, decodes, counts)
         if table.num_scored:
             scorings = self._scorings(columns, batches)
         agreement = self._agree(decodes, counts, has_extend=has_extend, num_drafts=num_draft_tokens)
@@ -137,7 +144,7 @@ class StepBuilder:
         self, decodes: RowSet, counts: Counts, *, has_extend: bool, num_drafts: int
     ) -> Agreement:
         """Returns the agreement; the last one, where the same rows only decode again."""
-        is_plain = not has_extend and not num_drafts
+        is_plain = counts.sequences is decodes.num_rows and not num_drafts
         if is_plain and decodes is self._last_decodes:
             return self._last_agreement
         shape, speculation = self._shape, self._speculation
@@ -155,6 +162,17 @@ class StepBuilder:
         if is_plain:
             self._last_decodes, self._last_agreement = decodes, agreement
         return agreement
+
+    def _has_prompts(self, chunks: SequenceOf[SequenceOf[Chunk]]) -> bool:
+        """Returns whether some chunk is more than the last known token of its sequence.
+
+        A sequence whose other tokens have kept their KV decodes at once: the step replays a graph.
+        """
+        table = self._table
+        return any(
+            table.num_extend[row] - table.num_computed[row] > 1
+            for row, _ in chain.from_iterable(chunks)
+        )
 
     def _num_pairs(self, chunks: SequenceOf[SequenceOf[Chunk]]) -> npt.NDArray[np.float64]:
         """Returns float64 [dp_size], the pairs of tokens for which chunks work out attention."""
@@ -214,7 +232,11 @@ class StepBuilder:
     # ---- prompts
 
     def _take_chunks(
-        self, chunks: SequenceOf[SequenceOf[Chunk]], decodes: RowSet, counts: Counts
+        self,
+        chunks: SequenceOf[SequenceOf[Chunk]],
+        mode: BatchMode,
+        decodes: RowSet,
+        counts: Counts,
     ) -> tuple[dict[int, RankBatch], Rows]:
         """Returns the chunks of each rank that has some, and all rows that sample, ranks in order.
 
@@ -222,6 +244,8 @@ class StepBuilder:
         then cut.
 
         Args:
+            chunks: [dp_size] chunks of each rank.
+            mode: Of each rank that has some.
             decodes: Rows that sample before them.
             counts: Of these; the chunks are added.
         """
@@ -251,7 +275,7 @@ class StepBuilder:
             blocks = slice(block_cuts[rank], block_cuts[rank + 1])
             scored = scored_ids[part] if any(map(len, scored_ids[part])) else []
             batches[rank] = RankBatch(
-                BatchMode.EXTEND,
+                mode,
                 local_rows[part],
                 starts[part],
                 token_ids[token_cuts[rank] : token_cuts[rank + 1]],

@@ -121,6 +121,28 @@ def test_a_preempted_sequence_samples_on_as_before(worker: Worker):
     assert generate(worker, 2, PROMPT + whole[:5], 7, **starts) == whole[5:]
 
 
+@pytest.mark.parametrize("starts", [{}, {"temperature": [1.0], "seed": [3]}])
+@pytest.mark.parametrize("graph_size", [None, 4])
+def test_a_row_that_begins_with_its_last_known_token_decodes_as_if_it_went_on(
+    worker: Worker, starts: dict[str, Any], graph_size: int | None
+):
+    """Its other tokens' KV is in blocks that it gets: those of a row that went before."""
+    whole = generate(worker, 0, PROMPT, 12, **starts)
+    num_computed, block_ids = len(PROMPT) + 4, [1, 2, 3, 4]
+    part = decode_part(2, num_computed, whole[4], block_ids)
+    part.starts.CopyFrom(row_starts(rows=[2], **starts))
+    begin = step(3, part, num_tokens=[1])
+    if graph_size is not None:
+        begin.agreement.graph_size = graph_size
+    tokens = tokens_of(worker.execute(begin))
+    for length in range(num_computed + 1, num_computed + 7):
+        new = [20 + length // 4] if length % 4 == 0 else []
+        tokens += tokens_of(
+            worker.execute(step(4, decode_part(2, length, -1, new), num_tokens=[1]))
+        )
+    assert tokens == whole[5:]
+
+
 def test_a_prompt_in_chunks_beside_a_decode_and_a_scored_prompt_equals_each_alone(
     either: Worker, reference: Any
 ):

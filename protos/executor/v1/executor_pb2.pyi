@@ -66,9 +66,11 @@ class _ForwardModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ForwardMo
     FORWARD_MODE_IDLE: _ForwardMode.ValueType  # 1
     """No sequences: take part in the other ranks' collectives with zero tokens."""
     FORWARD_MODE_DECODE: _ForwardMode.ValueType  # 2
-    """One token per sequence, none of them a prompt's; with num_draft_tokens, so many."""
+    """The last known token of each sequence, behind which it samples; with num_draft_tokens, so many.
+    A row may begin so: its other tokens' KV is in blocks that were kept.
+    """
     FORWARD_MODE_EXTEND: _ForwardMode.ValueType  # 3
-    """Some sequence runs prompt tokens."""
+    """Some sequence runs more known tokens than its last, or does not sample."""
 
 class ForwardMode(_ForwardMode, metaclass=_ForwardModeEnumTypeWrapper):
     """What a rank does in a step."""
@@ -78,9 +80,11 @@ FORWARD_MODE_UNSPECIFIED: ForwardMode.ValueType  # 0
 FORWARD_MODE_IDLE: ForwardMode.ValueType  # 1
 """No sequences: take part in the other ranks' collectives with zero tokens."""
 FORWARD_MODE_DECODE: ForwardMode.ValueType  # 2
-"""One token per sequence, none of them a prompt's; with num_draft_tokens, so many."""
+"""The last known token of each sequence, behind which it samples; with num_draft_tokens, so many.
+A row may begin so: its other tokens' KV is in blocks that were kept.
+"""
 FORWARD_MODE_EXTEND: ForwardMode.ValueType  # 3
-"""Some sequence runs prompt tokens."""
+"""Some sequence runs more known tokens than its last, or does not sample."""
 Global___ForwardMode: _TypeAlias = ForwardMode  # noqa: Y015
 
 class _DpPaddingMode:

@@ -332,6 +332,7 @@ class FakeExecutors:
         assert not (width and agreement.has_extend)
         assert max(agreement.global_num_tokens) > 0
         assert agreement.has_extend == any(b.mode is BatchMode.EXTEND for b in plan.batches)
+        assert agreement.has_extend == any(map(_runs_prompts, plan.batches))
         self._check_graph(agreement)
 
     def _check_graph(self, agreement: Agreement) -> None:
@@ -367,13 +368,23 @@ def _check_load(plan: StepPlan) -> None:
     num_pairs = [0.0] * len(plan.batches)
     for rank, batch in enumerate(plan.batches):
         is_decode = np.ones(len(batch.rows), dtype=np.bool_)
-        if batch.token_ids is not None and batch.num_tokens is not None:
+        if batch.mode is BatchMode.EXTEND:
+            assert batch.token_ids is not None
+            assert batch.num_tokens is not None
             is_decode = batch.token_ids[batch.num_tokens.cumsum() - batch.num_tokens] == -1
             counts, starts = batch.num_tokens[~is_decode], batch.num_computed_tokens[~is_decode]
             num_pairs[rank] = float((counts * (starts + counts / 2)).sum())
         assert plan.kv_tokens[rank] == batch.num_computed_tokens[is_decode].sum()
     assert (plan.num_pairs is not None) == plan.agreement.has_extend
     assert plan.num_pairs is None or plan.num_pairs.tolist() == num_pairs
+
+
+def _runs_prompts(batch: RankBatch) -> bool:
+    """Whether some sequence runs more known tokens than its last, or does not sample behind it."""
+    if batch.token_ids is None or batch.num_tokens is None:
+        return False
+    assert batch.samples is not None
+    return bool((batch.num_tokens > 1).any() or not batch.samples.all())
 
 
 def _num_prompts_ended(batch: RankBatch) -> int:

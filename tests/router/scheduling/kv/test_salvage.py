@@ -13,6 +13,7 @@ from router.scheduling.prompts import binding, planner
 from router.scheduling.prompts.common_parts import SHARED_TOKENS
 from router.scheduling.prompts.lookup import PrefixLookup
 from router.scheduling.sequence_table import RowStatus
+from router.scheduling.step import BatchMode, CapturedSizes
 from router.scheduling.step_budget import Budget, open_budget
 from tests.router.support.running_engines import KnownCosts
 from tests.router.support.stepper import (
@@ -186,6 +187,28 @@ def test_a_sequence_goes_on_in_the_middle_of_a_block(num_steps: int, is_drafting
         assert world.measures.kept_kv.num_again == {"kept": 0, "lost": 0}
         world.check()
     finish(world, request)
+
+
+@pytest.mark.parametrize("others", [[], [[1]], [[1, 2]]])
+def test_a_sequence_that_has_kept_all_but_its_last_token_goes_on_as_a_decode(
+    others: list[list[int]],
+) -> None:
+    """It replays a graph, unless others run more of a prompt in the same step."""
+    world = Stepper(make_shape(graph_sizes=CapturedSizes(decode=(1, 2, 4))))
+    request = world.submit(PROMPT, max_tokens=20)
+    for _ in range(4):
+        world.step()
+    world.lose()
+    requests = [request, *(world.submit(prompt, max_tokens=20) for prompt in others)]
+    plan = world.step()
+    [batch] = plan.batches
+    has_prompt = any(len(prompt) > 1 for prompt in others)
+    assert batch.mode is (BatchMode.EXTEND if has_prompt else BatchMode.DECODE)
+    assert plan.agreement.has_extend == has_prompt
+    assert plan.agreement.graph_size == (None if has_prompt else len(batch.rows))
+    assert [start.row for start in batch.starts] == batch.rows.tolist()
+    assert request.sequences[0].num_output_tokens == 5
+    finish(world, *requests)
 
 
 def test_a_block_that_is_not_full_is_one_users_alone() -> None:
