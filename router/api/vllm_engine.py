@@ -100,25 +100,37 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         self._settings = settings
         self._feed = BlockFeed(engines.block_logs, engines.measures.kv_snapshots)
         self._start_time = asyncio.get_running_loop().time()
-        self._calls: dict[tuple[Caller, str], asyncio.Task[Any]] = {}  # of Generate, by request id
+        self._times: dict[tuple[Caller, str], asyncio.Timeout] = {}  # of Generate, by request id
         self._archive: tuple[bytes, str] | None = None
 
     async def Generate(self, request: Message, context: Context) -> None:
-        call = asyncio.current_task()
-        assert call is not None, "gRPC runs each call in a task"
         name = (self._generation.flow_of(context), request.request_id)
-        if request.request_id:  # else nobody can name it
-            self._calls.setdefault(name, call)
-        try:
-            async with abort_on_error(context, name_request(request)):
-                try:
+        async with abort_on_error(context, name_request(request)):
+            try:
+                async with self._until_aborted(name):
                     await self._generate(request, context)
-                except RpcError as error:
-                    use_field_names(error)
-                    raise
-        finally:
-            if self._calls.get(name) is call:
-                del self._calls[name]
+            except RpcError as error:
+                use_field_names(error)
+                raise
+
+    @asynccontextmanager
+    async def _until_aborted(self, name: tuple[Caller, str]) -> AsyncIterator[None]:
+        """Gives a call of Generate so long, once it is aborted, to end by itself.
+
+        Raises:
+            Cancelled: It did not.
+        """
+        try:
+            async with asyncio.timeout(None) as time:
+                if name[1]:  # else nobody can name it
+                    self._times.setdefault(name, time)
+                try:
+                    yield
+                finally:
+                    if self._times.get(name) is time:
+                        del self._times[name]
+        except TimeoutError:
+            raise Cancelled("the request was aborted, and its answer not read") from None
 
     async def _generate(self, request: Message, context: Context) -> None:
         with self._engines.measures.counting_refusals():
@@ -149,9 +161,9 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
             loop, caller = asyncio.get_running_loop(), self._generation.flow_of(context)
         for request_id in request.request_ids:
             self._generation.cancel(caller, request_id)
-            call = self._calls.get((caller, request_id))
-            if call is not None:
-                loop.call_later(ABORT_GRACE_S, call.cancel)
+            time = self._times.get((caller, request_id))
+            if time is not None and time.when() is None:
+                time.reschedule(loop.time() + ABORT_GRACE_S)
         return pb.AbortResponse()
 
     async def HealthCheck(self, request: Message, context: Context) -> Message:

@@ -269,7 +269,9 @@ async def test_a_client_that_does_not_read_cannot_keep_an_aborted_call(
 
         assert not engines.live
         await engines.idle()
-        call.cancel()
+        async with asyncio.timeout(30.0):
+            error = await failure(call)  # once it reads on
+        assert error_details(error).reason == "CANCELLED"
 
 
 @pytest.mark.parametrize("stream", [True, False])
