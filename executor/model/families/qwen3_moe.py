@@ -18,8 +18,16 @@ from executor.model.decoder.decoder import Tensors, renamed
 from executor.model.decoder.fields import Fields
 from executor.model.spec import ModelSpec, QkNorm, RouterSpec
 
+# Said by files of Qwen3-Coder; all models of the class are so.
+_SUPPORTED = {
+    "qkv_bias": (False,),
+    "use_qk_norm": (True,),
+    "shared_expert_intermediate_size": (0,),
+}
+
 
 def read(fields: Fields) -> ModelSpec:
+    fields.refuse(_SUPPORTED)
     refuse_windows(fields)
     bias = fields.flag("attention_bias")
     attention = read_attention(fields, qkv_bias=bias, o_bias=bias, qk_norm=QkNorm.HEAD)

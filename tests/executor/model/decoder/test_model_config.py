@@ -282,6 +282,14 @@ def test_a_published_file_says_which_switches_a_family_has(
     assert isinstance(spec.ropes[0].scaling, Llama3Scaling) == (stem == "Llama")
 
 
+def test_qwen3_coder_is_the_qwen3_moe_that_its_file_describes(tmp_path: Path):
+    coder = {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}
+    assert read(tmp_path, **coder) == read(tmp_path)
+    for name, other in {"qkv_bias": True, "shared_expert_intermediate_size": 24}.items():
+        with pytest.raises(CheckpointError, match=f"{name}={other} is not supported"):
+            read(tmp_path, **(coder | {name: other}))
+
+
 @pytest.mark.parametrize(
     ("stem", "changed", "problem"),
     [
