@@ -45,13 +45,16 @@ def tensors(spec: ModelSpec) -> Tensors:
     return renamed()
 
 
-def read_latent_model(fields: Fields, router: RouterSpec, sparse: list[bool]) -> ModelSpec:
+def read_latent_model(
+    fields: Fields, router: RouterSpec, sparse: list[bool], *, norm_eps: float = 1e-6
+) -> ModelSpec:
     """Returns a model with latent attention and experts, its draft layers with experts, too.
 
     Args:
         fields: Of config.json.
         router: Choice of experts.
         sparse: Of each layer, whether it has experts.
+        norm_eps: Where the file does not say.
 
     Raises:
         CheckpointError: A field is missing, or says what is not supported.
@@ -64,7 +67,9 @@ def read_latent_model(fields: Fields, router: RouterSpec, sparse: list[bool]) ->
     sparse = [*sparse, *[True] * read_num_mtp_layers(fields)]
     layers = read_layers(fields, read_latent_attention(fields, rope), experts, sparse)
     num_layers = read_num_layers(fields)
-    return read_model(fields, layers[:num_layers], (rope,), mtp_layers=layers[num_layers:])
+    return read_model(
+        fields, layers[:num_layers], (rope,), norm_eps=norm_eps, mtp_layers=layers[num_layers:]
+    )
 
 
 def read_latent_attention(fields: Fields, rope: RopeSpec) -> MlaSpec:

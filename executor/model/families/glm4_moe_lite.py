@@ -19,9 +19,8 @@ def read(fields: Fields) -> ModelSpec:
         raise fields.error(
             f"mlp_layer_types={kinds!r}: need dense or sparse for each of {num_layers} layers"
         )
-    return read_latent_model(
-        fields, read_sigmoid_router(fields), [kind == "sparse" for kind in kinds]
-    )
+    sparse = [kind == "sparse" for kind in kinds]
+    return read_latent_model(fields, read_sigmoid_router(fields), sparse, norm_eps=1e-5)
 
 
 def tensors(spec: ModelSpec) -> Tensors:

@@ -56,6 +56,15 @@ def test_chunks_beside_decodes_and_a_shared_prefix_have_the_logits_of_transforme
     assert_close(rank.step({1: ids[5 * BLOCK_SIZE : 60]})[1], expected[5 * BLOCK_SIZE : 60])
 
 
+def test_norms_have_the_epsilon_of_transformers_where_the_file_says_none(
+    checkpoint: Checkpoint, tmp_path: Path
+):
+    path, model = checkpoint
+    fields = json.loads((path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"rms_norm_eps": None}))
+    assert read_spec(tmp_path).norm_eps == type(model.config)().rms_norm_eps
+
+
 @pytest.mark.parametrize(
     ("shape", "changed", "problem"),
     [
