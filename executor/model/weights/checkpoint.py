@@ -67,13 +67,16 @@ class Checkpoint(Mapping[str, Stored]):
         self.path = path
         self._found: dict[str, tuple[Path, Any]] = {}
         left = MAX_HEADER_BYTES
-        for file in _files(path):
+        files, file_of = _files(path)
+        for file in files:
             try:
                 left -= _header_bytes(file, left)
                 handle = stack.enter_context(safe_open(file, framework="pt"))
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{file} cannot be read as safetensors: {error}") from error
-            self._found.update((name, (file, handle)) for name in list(handle.keys()))
+            for name in list(handle.keys()):
+                if name not in self._found or file_of.get(name) == file.name:
+                    self._found[name] = (file, handle)
             if len(self._found) > MAX_TENSORS:
                 raise CheckpointError(
                     f"{file}: with it {path} has more than {MAX_TENSORS:,} tensors"
@@ -105,16 +108,18 @@ def _header_bytes(file: Path, most: int) -> int:
     return count
 
 
-def _files(path: Path) -> list[Path]:
+def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
+    """Returns the files of a folder, and by tensor the name of the one to read it from, if several have it."""
     index = path / _INDEX
     if not index.exists():
         if not (path / _SINGLE).exists():
             raise CheckpointError(f"{path} has neither {_SINGLE} nor {_INDEX}")
-        return [path / _SINGLE]
+        return [path / _SINGLE], {}
     if index.stat().st_size > MAX_HEADER_BYTES:
         raise CheckpointError(f"{index} has more than {MAX_HEADER_BYTES:,} bytes")
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = set(file_of.values())
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index} has no readable weight_map: {error}") from error
     for name in names:
@@ -126,4 +131,4 @@ def _files(path: Path) -> list[Path]:
     absent = [file.name for file in files if not file.exists()]
     if absent:
         raise CheckpointError(f"{index} names {', '.join(absent)}, which {path} does not have")
-    return files
+    return files, file_of

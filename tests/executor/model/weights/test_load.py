@@ -122,6 +122,20 @@ def test_shards_load_like_one_file(good: tuple[Path, Any], tmp_path: Path):
         load(tmp_path)
 
 
+@pytest.mark.parametrize("file", ["a", "b"])
+def test_a_tensor_that_two_shards_have_is_read_from_the_one_that_the_index_names(
+    tmp_path: Path, file: str
+):
+    for number, name in enumerate("ab"):
+        tensors = {"w": torch.full((2,), float(number)), name: torch.zeros(1)}
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    files = {"a": "a.safetensors", "b": "b.safetensors", "w": f"{file}.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    weight = torch.empty(2)
+    load_weights(tmp_path, [WeightGroup({"w": weight})], skipped=lambda name: True)
+    assert weight.tolist() == [float(file == "b")] * 2
+
+
 @pytest.mark.parametrize(
     "name",
     ["../a.safetensors", "/tmp/a.safetensors", "b/a.safetensors", "..\\a.safetensors", "a.bin", 7],
