@@ -210,7 +210,7 @@ def refuse_windows(fields: Fields) -> None:
     fields.refuse({"use_sliding_window": (False,)})
     fields.ignore("sliding_window", "max_window_layers")
     kinds = fields.get("layer_types", default=["full_attention"])
-    if not isinstance(kinds, list) or set(kinds) != {"full_attention"}:
+    if not isinstance(kinds, list) or kinds != ["full_attention"] * max(len(kinds), 1):
         raise fields.error(f"layer_types={kinds!r} is not supported; only full_attention is")
 
 

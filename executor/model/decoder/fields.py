@@ -71,7 +71,7 @@ class Fields:
             raise CheckpointError(
                 f"{path} does not exist: need a model in Hugging Face format"
             ) from error
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # of numbers of 4,300 digits, too
             raise CheckpointError(f"{path} is not valid JSON: {error}") from error
         if not isinstance(values, dict):
             raise CheckpointError(f"{path} holds a {type(values).__name__}, not an object")
@@ -128,6 +128,27 @@ class Fields:
         ):
             raise self.error(f"{self._prefix}{name}={values!r} is no list of whole numbers from 0")
         return tuple(values)
+
+    def kinds(self, name: str, known: tuple[str, ...], default: list[str]) -> list[str]:
+        """Returns the kind of each layer.
+
+        Args:
+            name: Of the field.
+            known: Kinds that there are.
+            default: Where the file does not say; one for each layer.
+
+        Raises:
+            CheckpointError: It is no list of as many, or has others.
+        """
+        kinds = self.get(name, default=default)
+        if not isinstance(kinds, list) or [kind in known for kind in kinds] != [True] * len(
+            default
+        ):
+            raise self.error(
+                f"{self._prefix}{name}={kinds!r}: need {' or '.join(known)} for each of "
+                f"num_hidden_layers={len(default)}"
+            )
+        return kinds
 
     def number(self, name: str, *, default: float | None = None) -> float:
         """Returns a finite number above 0.

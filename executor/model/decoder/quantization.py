@@ -112,25 +112,24 @@ def read_quantization(config: Any, error: _Error) -> Format | None:
     """
     if config is None:
         return None
-    if not isinstance(config, dict) or config.get("quant_method") not in _READERS:
-        method = config.get("quant_method") if isinstance(config, dict) else config
+    method = config.get("quant_method") if isinstance(config, dict) else config
+    if not isinstance(config, dict) or method not in [*_READERS]:
         raise error(
             f"quantization_config: quant_method={method!r} is not supported; "
             f"{', '.join(_READERS)} are"
         )
-    return _READERS[config["quant_method"]](config, error)
+    return _READERS[method](config, error)
 
 
 def _fp8(config: dict[str, Any], error: _Error) -> Format:
     _check(config, _FP8, error)
     size = config.get("weight_block_size")
-    sides = set(size) if isinstance(size, list | tuple) and len(size) == 2 else set()
-    if len(sides) != 1:
+    if not isinstance(size, list) or len(size) != 2 or size[0] != size[1]:
         raise error(
             f"quantization_config: weight_block_size={size!r} is not supported; square blocks, as "
             f"[128, 128], are"
         )
-    return Fp8Format(_positive("weight_block_size", sides.pop(), 1, error))
+    return Fp8Format(_positive("weight_block_size", size[0], 1, error))
 
 
 def _mxfp4(config: dict[str, Any], error: _Error) -> Format:
@@ -167,7 +166,10 @@ def _modelopt(config: dict[str, Any], error: _Error) -> Format:
     _check(config, _MODELOPT, error)
     if config.get("quant_algo") is None:
         raise error("quantization_config: quant_algo is missing; NVFP4 is supported")
-    for group in (config.get("config_groups") or {}).values():
+    groups = config.get("config_groups") or {}
+    if not isinstance(groups, dict):
+        raise error(f"quantization_config: config_groups={groups!r} is no object")
+    for group in groups.values():
         _check(group, {**_FP4_GROUP, "format": ()}, error)
         for name in ("weights", "input_activations"):
             _check(group.get(name) or {}, _FP4, error)

@@ -14,11 +14,7 @@ def read(fields: Fields) -> ModelSpec:
     num_layers = read_num_layers(fields)
     num_dense = fields.integer("first_k_dense_replace", default=1)
     by_default = ["dense" if i < num_dense else "sparse" for i in range(num_layers)]
-    kinds = fields.get("mlp_layer_types", default=by_default)
-    if not isinstance(kinds, list) or len(kinds) != num_layers or {*kinds} - {"dense", "sparse"}:
-        raise fields.error(
-            f"mlp_layer_types={kinds!r}: need dense or sparse for each of {num_layers} layers"
-        )
+    kinds = fields.kinds("mlp_layer_types", ("dense", "sparse"), by_default)
     sparse = [kind == "sparse" for kind in kinds]
     return read_latent_model(fields, read_sigmoid_router(fields), sparse, norm_eps=1e-5)
 

@@ -51,13 +51,7 @@ def read(fields: Fields) -> ModelSpec:
 def _kinds(fields: Fields) -> list[str]:
     num_layers = read_num_layers(fields)
     default = [_FULL if layer_id % 2 else _WINDOWED for layer_id in range(num_layers)]
-    kinds = fields.get("layer_types", default=default)
-    if not isinstance(kinds, list) or len(kinds) != num_layers or {*kinds} - {_WINDOWED, _FULL}:
-        raise fields.error(
-            f"layer_types={kinds!r}: need {_WINDOWED} or {_FULL} for each of "
-            f"num_hidden_layers={num_layers}"
-        )
-    return kinds
+    return fields.kinds("layer_types", (_WINDOWED, _FULL), default)
 
 
 def tensors(spec: ModelSpec) -> Tensors:

@@ -145,7 +145,11 @@ def test_the_largest_models_are_within_the_bounds(tmp_path: Path):
     read(tmp_path, vocab_size=2**20, max_position_embeddings=10_485_760)
 
 
-@pytest.mark.parametrize("text", ["[" * 10**5, '{"a": "\xff"}'], ids=["nested", "no UTF-8"])
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 10**5, '{"a": "\xff"}', f'{{"a": {"9" * 5000}}}'],
+    ids=["nested", "no UTF-8", "a number of 5,000 digits"],
+)
 def test_a_file_that_is_no_config_is_named(tmp_path: Path, text: str):
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON"):
@@ -298,6 +302,7 @@ def test_qwen3_coder_is_the_qwen3_moe_that_its_file_describes(tmp_path: Path):
         ("Llama", {"rope_scaling": {"rope_type": "llama3"}}, r"rope_parameters\.factor is missing"),
         ("Qwen2", {"use_mrope": True}, "use_mrope=True"),
         ("Qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
+        ("Qwen3", {"layer_types": [["full_attention"]]}, "layer_types="),
         ("Mixtral", {"sliding_window": 4096}, "sliding_window=4096 .* leaving it out is"),
         ("Olmoe", {"clip_qkv": 8.0}, r"clip_qkv=8\.0"),
     ],

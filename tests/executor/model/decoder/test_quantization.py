@@ -144,6 +144,9 @@ def test_published_formats_are_read(config: Any, expected: Format | None) -> Non
         (NVFP4, {"quant_algo": None}, "quant_algo is missing"),
         (INT4, {"transform_config": {"r1": 1}}, "transform_config="),
         (INT4, {"config_groups": {}}, "config_groups={} is not supported; one group is"),
+        (FP8, {"quant_method": []}, r"quant_method=\[\] is not supported; fp8, .* are"),
+        (FP8, {"weight_block_size": [[128], [128]]}, r"=\[128\] is no multiple of 1"),
+        (NVFP4, {"config_groups": "all"}, "config_groups='all' is no object"),
     ],
 )
 def test_what_would_change_the_numbers_is_refused_by_name(

@@ -74,6 +74,7 @@ def test_norms_have_the_epsilon_of_transformers_where_the_file_says_none(
             "need sliding_attention or full_attention",
         ),
         ("gpt_oss", {"layer_types": ["chunked_attention"] * 4}, "need sliding_attention or full_"),
+        ("gpt_oss", {"layer_types": [{}] * 4}, "need sliding_attention or full_"),
         ("gpt_oss", {"swiglu_limit": -1}, "swiglu_limit=-1 is no number above 0"),
         ("glm4_moe", {"n_group": 3}, "8 experts do not divide into n_group=3"),
         ("glm4_moe", {"n_group": 8, "topk_group": 1}, "n_group=8 leaves 1 of 8 experts"),
