@@ -20,8 +20,9 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _SHARD = re.compile(r"[\w.-]+\.safetensors")  # a file's name, of no other folder
 # Of a whole checkpoint. Its headers are parsed before anything is known of them, at some 6 us and
-# 0.4 KB a tensor; DeepSeek-V3 has 91,000 tensors and 10 MiB of headers.
-MAX_HEADER_BYTES = 32 << 20
+# 0.4 KB a tensor; DeepSeek-V3 has 91,000 tensors and 10 MiB of headers, Kimi-K2.5 in NVFP4 has 280,000
+# and 37 MiB.
+MAX_HEADER_BYTES = 64 << 20
 MAX_TENSORS = 400_000
 
 Index = tuple[int | slice, ...]

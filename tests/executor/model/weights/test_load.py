@@ -6,6 +6,7 @@ import shutil
 import weakref
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,26 @@ def test_a_checkpoint_has_so_many_bytes_of_headers_and_tensors_in_all(
     monkeypatch.setattr(checkpoint, "MAX_HEADER_BYTES", 100)
     with pytest.raises(CheckpointError, match=r"b\.safetensors .* those of all files may have 100"):
         tensor_names(tmp_path)
+
+
+def test_kimi_in_nvfp4_is_within_the_bounds():
+    """Of 384 experts in each of 60 layers, with four tensors for each of three matrices."""
+    module = "language_model.model.layers.{}.mlp.experts.{}.{}_proj."
+    tensors = {
+        "weight": {"dtype": "U8", "shape": [2048, 3584]},
+        "weight_scale": {"dtype": "F8_E4M3", "shape": [2048, 448]},
+        "weight_scale_2": {"dtype": "F32", "shape": []},
+        "input_scale": {"dtype": "F32", "shape": []},
+    }
+    at = {"data_offsets": [4 << 30, 4 << 30]}
+    layer = [
+        json.dumps({module.format(10, expert, part) + name: said | at}, separators=(",", ":"))
+        for expert, part, (name, said) in product(
+            range(384), ("gate", "up", "down"), tensors.items()
+        )
+    ]
+    assert 60 * len(layer) < 0.8 * checkpoint.MAX_TENSORS
+    assert 60 * len("".join(layer)) < 0.8 * checkpoint.MAX_HEADER_BYTES
 
 
 def test_progress_counts_every_tensor_that_is_needed(good: tuple[Path, Any]):
