@@ -220,7 +220,7 @@ def _frozen_kv(fields: Fields, target: ModelSpec) -> DraftConfig:
             f"a frozen-KV draft reads keys and values; {target.architecture} keeps latents (MLA)"
         )
     layers = _read_layers(fields, target, read_num_layers(fields), QkNorm.HEAD)
-    names = ("num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta")
+    names = ("num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta", "rope")
     for name, ours, theirs in zip(names, _key_sizes(layers), _key_sizes(target), strict=True):
         if ours != theirs:
             raise fields.error(
@@ -251,11 +251,10 @@ def _frozen_kv(fields: Fields, target: ModelSpec) -> DraftConfig:
     )
 
 
-def _key_sizes(model: ModelSpec) -> tuple[float, ...]:
-    attention = attention_of(model)
+def _key_sizes(model: ModelSpec) -> tuple[Any, ...]:
+    attention, rope = attention_of(model), model.ropes[0]
     assert isinstance(attention, GqaSpec), "drafts have it, and their targets are checked"
-    theta = model.ropes[0].theta
-    return attention.num_heads, attention.num_kv_heads, attention.head_dim, theta
+    return attention.num_heads, attention.num_kv_heads, attention.head_dim, rope.theta, rope
 
 
 def _read_layers(

@@ -14,7 +14,7 @@ from executor.batch.kv_pool import KVShape
 from executor.errors import CheckpointError
 from executor.model.drafts.config import DraftConfig
 from executor.model.families import read_spec
-from executor.model.spec import ModelSpec, MoeSpec
+from executor.model.spec import ModelSpec, MoeSpec, Yarn
 from executor.parallel.layout import Topology
 from tests.executor.support.checkpoints import save_qwen3_moe
 from tests.executor.support.drafts.draft_checkpoints import HIDDEN, KINDS, VOCAB, save_draft
@@ -106,6 +106,25 @@ def test_a_frozen_kv_draft_that_reads_a_layer_with_a_window_is_refused(
     with pytest.raises(CheckpointError, match=r"=\[2, 0\]: .* windows .*; use layers of \[1, 2\]"):
         read("frozen_kv", beside=beside)
     assert read("frozen_kv", beside=beside, target_kv_layer_ids=[2, 1]).target_kv_layer_ids
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"rotary_dim": 16},
+        {"scaling": Yarn(factor=4.0, original_max_position_embeddings=128)},
+        {"attention_factor": 1.2},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_a_frozen_kv_draft_whose_queries_turn_otherwise_than_the_keys_is_refused(
+    read: Read, target: ModelSpec, changed: dict[str, Any]
+):
+    turned = replace(target, ropes=(replace(target.ropes[0], **changed),))
+    with pytest.raises(
+        CheckpointError, match=r"rope=RopeSpec\(.*: the draft reads the target's keys"
+    ):
+        read("frozen_kv", beside=turned)
 
 
 def test_a_draft_for_short_texts_reaches_as_far_as_its_target(read: Read, target: ModelSpec):
