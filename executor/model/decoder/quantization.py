@@ -61,7 +61,7 @@ _FP8_GROUP: _Known = {**_GROUP, "format": ("float-quantized",), "input_activatio
 _NUMBERS: _Known = {
     **dict.fromkeys(("observer", "observer_kwargs", "scale_dtype", "zp_dtype")),
     "symmetric": (True,),
-    "actorder": (False,),
+    "actorder": (False, "weight", "static"),  # an order of quantising, which groups do not follow
     "block_structure": (),
 }
 _INT4: _Known = {

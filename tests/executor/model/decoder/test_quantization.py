@@ -67,6 +67,14 @@ INT4 = {
     "quant_method": "compressed-tensors",
     "quantization_status": "compressed",
 }
+IN_ORDER = INT4 | {
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": WEIGHTS | {"actorder": "weight", "group_size": 128, "observer": "mse"},
+        }
+    }
+}
 _FLOAT = WEIGHTS | {"group_size": None, "num_bits": 8, "strategy": "channel", "type": "float"}
 FP8_ROWS = INT4 | {
     "config_groups": {
@@ -120,6 +128,7 @@ def error(message: str) -> CheckpointError:
         ),
         (MXFP4, Mxfp4Format()),
         (INT4, Int4Format(32)),
+        (IN_ORDER, Int4Format(128)),
         (FP8_ROWS, Fp8RowFormat()),
         (NVFP4, Nvfp4Format()),
         (NVFP4_PACKED, Nvfp4PackedFormat()),
