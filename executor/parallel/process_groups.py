@@ -52,6 +52,10 @@ WAIT_SLICE = timedelta(milliseconds=20)  # in which a thread looks whether its g
 WAITING_SLICES = 5  # after which it says that it waits
 
 
+class CannotListen(RuntimeError):
+    """This machine has no address at which peers could call this member."""
+
+
 class RankGroup(ABC):
     """Some executors of one epoch, joined by one of PyTorch's backends.
 
@@ -379,6 +383,7 @@ def _gloo_group(
 
     Raises:
         StoreLost: A member did not come.
+        CannotListen: Nobody could call this one.
         RuntimeError: Connections failed, or were a stranger's, each time.
     """
     for attempt in range(FORM_ATTEMPTS):
@@ -391,7 +396,7 @@ def _gloo_group(
                 is_proven = lead_to_members(_exchange_ends(group, keys))
                 if not is_proven:
                     _prove(group, place, secret)
-            except StoreLost:
+            except (StoreLost, CannotListen):
                 raise
             except RuntimeError as error:
                 is_proven, outcome = False, str(error).encode()
@@ -418,10 +423,16 @@ def _connect(
     options._threads = 1  # as collectives run one at a time: each is one more to start and to end
     connections = Connections()
     with connections.collect_listening():
-        if bind_host is None:
-            options._devices = [gloo.create_default_device()]
-        else:
-            options._devices = [gloo.create_device(hostname=bind_host)]
+        try:
+            if bind_host is None:
+                options._devices = [gloo.create_default_device()]
+            else:
+                options._devices = [gloo.create_device(hostname=bind_host)]
+        except RuntimeError as error:
+            raise CannotListen(
+                f"gloo cannot listen on {bind_host or 'the host of this name'}: {error}; each executor "
+                f"of a group needs a host of its own machine: set advertised_host"
+            ) from error
     with connections.collect():  # also who has called the device by now: it is a peer
         backend = gloo(store, place.rank, place.world_size, options)
     return GlooGroup(place.rank, place.world_size, backend, connections)

@@ -133,6 +133,13 @@ def test_a_group_that_does_not_form_leaves_nothing_behind(
     assert closed == ["host"]
 
 
+def test_a_member_whose_host_is_another_machines_says_so_and_does_not_wait_for_peers(store: Any):
+    """They wait for its address, and it would wait for them."""
+    place = Topology(dp_rank=1, dp_size=2)
+    with pytest.raises(RuntimeError, match=r"cannot listen on 203\.0\.113\.7: .*advertised_host"):
+        join_group(HOST, store.port, SECRET, epoch=1, topology=place, bind_host="203.0.113.7")
+
+
 # NCCL, whose calls are checked against the signatures that every backend shares
 
 
