@@ -202,8 +202,11 @@ def _keep_in(peer_host: str | None) -> None:
     """Has NCCL listen on loopback where all peers are there, unless the operator set an interface.
 
     By itself it takes an address that other machines reach, and identifies no caller.
+
+    Args:
+        peer_host: None of one that listens on every address, and whose peers may be anywhere.
     """
-    if peer_host is None or is_loopback(f"{peer_host}:0"):
+    if peer_host is not None and is_loopback(f"{peer_host}:0"):
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
