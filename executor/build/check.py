@@ -24,6 +24,7 @@ from executor.model.layers.linear import vocab_slice
 from executor.model.spec import MoeSpec
 from executor.model.weights import Loader
 from executor.model.weights.kept import DEQUANTISED, IN_INT8, Keeping
+from executor.speculative.state import block_carry_bytes
 from protos.executor.placement import GHOST
 
 
@@ -69,6 +70,7 @@ def _describe(blueprint: Blueprint, say: Callable[[str], None]) -> None:
 
 def _check_tensors(blueprint: Blueprint, say: Callable[[str], None]) -> None:
     config, draft_config, dtype = blueprint.config, blueprint.draft, blueprint.dtype
+    plan = blueprint.speculation
     keeping = IN_INT8 if config.weights == "int8" else DEQUANTISED
     model = sizes_only(blueprint, keeping)
     num_bytes = bytes_of(model)
@@ -78,9 +80,10 @@ def _check_tensors(blueprint: Blueprint, say: Callable[[str], None]) -> None:
         say(f"packed head           {head:,} bytes more on a CPU with kernels, as the head is tied")
     shape = kv_shape(blueprint.model, config.block_size, dtype, config.capacity)
     block_bytes = shape.bytes_per_block
-    if draft_config is not None:
+    if draft_config is not None and plan is not None:
         own = draft_config.kv_shape(config.block_size, dtype, config.capacity)
         block_bytes += 0 if own is None else own.bytes_per_block
+        block_bytes += block_carry_bytes(plan, draft_config.layers.hidden_size, dtype)
     of_token, *of_windows = kv_lines(shape, block_bytes)
     say(f"KV per token          {of_token.bytes:,} bytes on this executor")
     if keeping == IN_INT8:

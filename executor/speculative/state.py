@@ -15,6 +15,11 @@ from executor.budget.speculation import SpeculationPlan
 from executor.speculative.draft_batch import Extended
 
 
+def block_carry_bytes(plan: SpeculationPlan, hidden_size: int, dtype: torch.dtype) -> int:
+    """Returns the bytes of what is kept for each KV block."""
+    return plan.num_layers * hidden_size * dtype.itemsize if plan.extends else 0
+
+
 class DraftState:
     """The state of all rows.
 
@@ -59,7 +64,8 @@ class DraftState:
         self._block_carries = torch.zeros(0, layers, hidden_size, dtype=dtype, device=device)
         if plan.extends:
             self._kv_pool = kv_pool
-            kv_pool.per_block(layers * hidden_size * dtype.itemsize, self._make_block_carries)
+            num_bytes = block_carry_bytes(plan, hidden_size, dtype)
+            kv_pool.per_block(num_bytes, self._make_block_carries)
         self._block_size = kv_pool.block_size
 
     def _make_block_carries(self) -> None:

@@ -162,6 +162,14 @@ def test_quantised_weights_are_checked_as_they_load_and_as_a_gpu_keeps_them(tmp_
     assert lines["never kept"].startswith("experts: moe_runner=cutedsl")
 
 
+@pytest.mark.parametrize("draft", ["eagle", "mtp3", "frozen_kv"])
+def test_kv_is_told_of_with_all_that_a_draft_keeps_for_each_block(draft: str) -> None:
+    settings = {"model": DEMO_MODEL, "draft_model": DEMO_DRAFTS / draft}
+    _, lines = check_lines(**settings)
+    worker, _ = build_worker(ExecutorConfig(**settings, **SETTINGS))
+    assert bytes_of(lines["KV per token"]) == worker._kv_pool.all_bytes_per_block // 16
+
+
 @pytest.mark.parametrize("draft", ["eagle", "mtp", "frozen_kv"])
 def test_a_draft_is_checked_with_its_target(draft: str) -> None:
     settings = {"model": DEMO_MODEL, "draft_model": DEMO_DRAFTS / draft, "dtype": "bfloat16"}
