@@ -341,10 +341,10 @@ class ExecutorConfig(ServiceConfig):
         """Bytes of the largest step.
 
         Each token has an id and one that is scored; each sequence its prompt and output, for
-        penalties, its blocks, where all of them are cached, and its grammar.
+        penalties, its blocks in both lists, where all of them are cached, and its grammar.
         """
         length = self.max_model_len or DEFAULT_MAX_MODEL_LEN
-        num_ids = length + length // self.block_size
+        num_ids = length + 2 * -(-length // self.block_size)
         sequence_bytes = 4 * num_ids + SEQUENCE_BYTES + MAX_GRAMMAR_BYTES
         return 8 * self.max_num_batched_tokens + self.max_num_seqs * sequence_bytes + 65536
 

@@ -241,8 +241,8 @@ def test_help_does_not_import_torch():
 
 
 def test_the_largest_step_is_within_the_longest_message(model: Path):
-    """Every row begins, penalised, with all of its blocks cached, and scores its tokens."""
-    num_seqs, num_tokens, length, block_size = 4, 64, 4096, 16
+    """Every row begins, penalised, with all of its blocks of both lists cached, and scores its tokens."""
+    num_seqs, num_tokens, length, block_size = 4, 64, 32768, 2
     config = ExecutorConfig(
         model=model,
         max_num_seqs=num_seqs,
@@ -261,7 +261,8 @@ def test_the_largest_step_is_within_the_longest_message(model: Path):
     starts.prompt_ids = bytes(4 * num_seqs * length)
     starts.grammars.extend(["a" * MAX_GRAMMAR_BYTES] * num_seqs)
     sequences.token_ids = sequences.scored_ids = bytes(4 * num_tokens)
-    sequences.new_block_ids = bytes(4 * num_seqs * (length // block_size))
+    blocks = bytes(4 * num_seqs * (length // block_size))
+    sequences.new_block_ids = sequences.new_window_block_ids = blocks
     counts = [2**31] * 1024  # of as many DP ranks
     agreement = pb.StepAgreement(global_num_tokens=counts, global_num_tokens_for_logprob=counts)
     part = pb.RankStep(starts=starts, sequences=sequences)
