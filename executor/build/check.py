@@ -10,14 +10,14 @@ from contextlib import closing
 import torch
 
 from executor.budget.token_budget import FLOAT32_BYTES
-from executor.build.keeping import bytes_of, keepable, sizes_only, weight_bytes
-from executor.build.memory import kv_lines
+from executor.build.keeping import META, bytes_of, keepable, sizes_only, weight_bytes
+from executor.build.memory import blocks_in, kv_lines, new_kv_pool
 from executor.build.plan import Blueprint
 from executor.config import ExecutorConfig
 from executor.model.cpu_kernels.linear import PANEL
 from executor.model.decoder.expert_loader import check_experts
 from executor.model.decoder.kernels import kept_sizes
-from executor.model.decoder.sizes import kv_shape, windows_of
+from executor.model.decoder.sizes import windows_of
 from executor.model.drafts.draft import load_draft_model
 from executor.model.families import fill_model
 from executor.model.layers.linear import vocab_slice
@@ -78,14 +78,16 @@ def _check_tensors(blueprint: Blueprint, say: Callable[[str], None]) -> None:
     if head := _packed_head_bytes(blueprint, keeping):
         num_bytes += head
         say(f"packed head           {head:,} bytes more on a CPU with kernels, as the head is tied")
-    shape = kv_shape(blueprint.model, config.block_size, dtype, config.capacity)
-    block_bytes = shape.bytes_per_block
+    kv_pool = new_kv_pool(blueprint, META)
     if draft_config is not None and plan is not None:
-        own = draft_config.kv_shape(config.block_size, dtype, config.capacity)
-        block_bytes += 0 if own is None else own.bytes_per_block
-        block_bytes += block_carry_bytes(plan, draft_config.layers.hidden_size, dtype)
-    of_token, *of_windows = kv_lines(shape, block_bytes)
+        if (own := draft_config.kv_shape(config.block_size, dtype, config.capacity)) is not None:
+            kv_pool.sibling(own)
+        carries = block_carry_bytes(plan, draft_config.layers.hidden_size, dtype)
+        kv_pool.per_block(carries, lambda: None)
+    of_token, *of_windows = kv_lines(kv_pool.shape, kv_pool.all_bytes_per_block)
     say(f"KV per token          {of_token.bytes:,} bytes on this executor")
+    if config.kv_cache_bytes is not None:
+        blocks_in(config.kv_cache_bytes, kv_pool)  # checks itself
     if keeping == IN_INT8:
         plain = weight_bytes(blueprint, DEQUANTISED) + _packed_head_bytes(blueprint, DEQUANTISED)
         spared = plain - num_bytes

@@ -261,6 +261,18 @@ def num_kv_blocks(
         free = torch.cuda.mem_get_info(kv_pool.device)[0]
         kv_bytes = int(max(free - later_bytes, 0) * CUDA_KV_SHARE)
         room = f"; {later_bytes} are for what comes after it: lower max_num_batched_tokens or max_num_seqs"
+    return blocks_in(kv_bytes, kv_pool, room)
+
+
+def blocks_in(kv_bytes: int, kv_pool: KVPool, room: str = "") -> int:
+    """Returns how many blocks a pool has of so many bytes, beside its spill blocks.
+
+    Args:
+        room: What an error says at its end.
+
+    Raises:
+        ValueError: There are not two.
+    """
     block_bytes, num_spilled = kv_pool.all_bytes_per_block, kv_pool.num_spill_blocks
     num_blocks = kv_bytes // block_bytes - num_spilled
     if num_blocks < 2:

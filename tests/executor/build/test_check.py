@@ -170,6 +170,21 @@ def test_kv_is_told_of_with_all_that_a_draft_keeps_for_each_block(draft: str) ->
     assert bytes_of(lines["KV per token"]) == worker._kv_pool.all_bytes_per_block // 16
 
 
+def test_a_pool_that_is_too_small_for_rows_spill_blocks_is_refused() -> None:
+    settings: dict[str, Any] = {"model": DEMO_MODEL, "draft_model": DEMO_DRAFTS / "eagle"}
+    settings |= {"max_num_seqs": 2, "device": "cpu"}  # a spill block each
+    for num_bytes in (4 * 4624 * 16, 4 * 4624 * 16 - 1):
+        config = ExecutorConfig(**settings, kv_cache_bytes=num_bytes)
+        fits, lines = check_lines(**settings, kv_cache_bytes=num_bytes)
+        if fits:
+            build_worker(config)
+            continue
+        with pytest.raises(ValueError, match="a block takes 73984 bytes") as refused:
+            build_worker(config)
+        assert lines["refused"] == str(refused.value)
+    assert not fits
+
+
 @pytest.mark.parametrize("draft", ["eagle", "mtp", "frozen_kv"])
 def test_a_draft_is_checked_with_its_target(draft: str) -> None:
     settings = {"model": DEMO_MODEL, "draft_model": DEMO_DRAFTS / draft, "dtype": "bfloat16"}
