@@ -34,9 +34,9 @@ NCCL_BYTES = 512 << 20  # of each communicator's buffers, made at the first Join
 CUBLAS_BYTES = 32 << 20
 _ROWS, _GRAPH = "max_num_seqs", "largest decode graph"
 
-# Tensors as large as its result that ``Sampler.probabilities`` has at once, at most: those that sort
-# and filter, with int64 indices, on top of the logits as edited and of what greedy rows get. Counted
-# in tests/executor/build/test_memory.py; what a GPU's sort needs for itself comes on top.
+# Tensors as large as its result that ``Sampler.probabilities`` has at once, at most, and ``Sampler.pick``
+# fewer: those that sort and filter, with int64 indices, on top of the logits as edited and of what greedy
+# rows get. Counted in tests/executor/build/test_memory.py; what a GPU's sort needs for itself comes on top.
 PROBABILITY_COPIES = 12
 
 
@@ -158,11 +158,14 @@ def later_lines(
     row_bytes = blueprint.model.vocab_size * FLOAT32_BYTES
     of_passes = passes * rows * row_bytes
     lines.append(BudgetLine("logits of passes", f"{LOGITS}, {passes} times", rows, of_passes))
-    if not (of_drafts := step_lines(blueprint)):
-        rows = blueprint.config.max_num_seqs
+    drawn = step_lines(blueprint)
+    if not drawn:
+        plan, rows, bound = blueprint.speculation, blueprint.config.max_num_seqs, _ROWS
+        if plan is not None:  # a token is picked behind each draft
+            rows, bound = rows * plan.num_draft_tokens, f"{_ROWS} * num_draft_tokens"
         num_bytes = rows * PROBABILITY_COPIES * row_bytes
-        lines.append(BudgetLine("work on probabilities of tokens", _ROWS, rows, num_bytes))
-    return (*lines, *of_drafts)
+        drawn = (BudgetLine("work on probabilities of tokens", bound, rows, num_bytes),)
+    return (*lines, *drawn)
 
 
 def recorded_lines(blueprint: Blueprint, kernels: list[Kernels]) -> tuple[BudgetLine, ...]:

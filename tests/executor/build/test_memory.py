@@ -206,6 +206,9 @@ def test_the_work_on_verified_probabilities_is_counted() -> None:
         p = sampler.probabilities(logits, rows, rows + 5, torch.from_numpy(rows))
     assert p.shape == logits.shape
     assert round(memory.bytes / p.nbytes) == PROBABILITY_COPIES  # but for an entry or two per row
+    with torch.inference_mode(), PeakMemory() as memory:
+        sampler.pick(logits, rows, rows + 5, torch.from_numpy(rows))
+    assert memory.bytes < PROBABILITY_COPIES * p.nbytes
 
 
 def later_bytes(
@@ -272,6 +275,8 @@ def test_the_table_has_logits_of_passes_and_what_sampling_makes_of_them() -> Non
     assert plain["work on probabilities of tokens"] == 6 * PROBABILITY_COPIES * row_bytes
     of_verified = drawn["work on probabilities of verified tokens"]
     assert of_verified == 6 * (4 * PROBABILITY_COPIES + 3) * row_bytes
+    matched = later_bytes(**WAYS["eagle"])  # picks a token behind each draft
+    assert matched["work on probabilities of tokens"] == 6 * 4 * PROBABILITY_COPIES * row_bytes
 
 
 @pytest.mark.parametrize(("prefill_graphs", "num_passes"), [("off", 1), ("breakable", 2)])
