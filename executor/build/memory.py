@@ -38,7 +38,8 @@ _ROWS, _GRAPH = "max_num_seqs", "largest decode graph"
 # fewer: those that sort and filter, with int64 indices, on top of the logits as edited and of what greedy
 # rows get. Counted in tests/executor/build/test_memory.py; what a GPU's sort needs for itself comes on top.
 PROBABILITY_COPIES = 12
-
+# Of the logits that are scored: their rows, and what PyTorch's logsumexp makes of these.
+SCORE_COPIES = 2
 
 RECORDED_ROWS = 8  # of a layer's widest, which passes on a CPU hold at once, at most
 
@@ -165,7 +166,12 @@ def later_lines(
             rows, bound = rows * plan.num_draft_tokens, f"{_ROWS} * num_draft_tokens"
         num_bytes = rows * PROBABILITY_COPIES * row_bytes
         drawn = (BudgetLine("work on probabilities of tokens", bound, rows, num_bytes),)
-    return (*lines, *drawn)
+    rows = blueprint.budget.max_num_logits
+    scored = BudgetLine(
+        "work on log probabilities", "max_num_logits", rows, rows * SCORE_COPIES * row_bytes
+    )
+    # One is done when the other begins.
+    return (*lines, max(*drawn, scored, key=lambda line: line.bytes))
 
 
 def recorded_lines(blueprint: Blueprint, kernels: list[Kernels]) -> tuple[BudgetLine, ...]:

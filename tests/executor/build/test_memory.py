@@ -20,6 +20,7 @@ from executor.build.memory import (
     CUDA_KV_SHARE,
     NCCL_BYTES,
     PROBABILITY_COPIES,
+    SCORE_COPIES,
     later_lines,
     num_kv_blocks,
 )
@@ -268,15 +269,25 @@ def test_the_table_has_logits_of_passes_and_what_sampling_makes_of_them() -> Non
     row_bytes, plain, drawn = (
         4 * model.vocab_size,
         later_bytes(),
-        later_bytes(**WAYS["eagle drawn"]),
+        later_bytes(**WAYS["eagle drawn"], max_num_logits=6),
     )
     assert plain["logits of passes"] == 2 * (6 + 256) * row_bytes
     assert later_bytes(**NO_GRAPHS)["logits of passes"] == (6 + 256) * row_bytes
-    assert plain["work on probabilities of tokens"] == 6 * PROBABILITY_COPIES * row_bytes
+    sampled = later_bytes(max_num_logits=6)
+    assert sampled["work on probabilities of tokens"] == 6 * PROBABILITY_COPIES * row_bytes
     of_verified = drawn["work on probabilities of verified tokens"]
     assert of_verified == 6 * (4 * PROBABILITY_COPIES + 3) * row_bytes
-    matched = later_bytes(**WAYS["eagle"])  # picks a token behind each draft
+    matched = later_bytes(**WAYS["eagle"], max_num_logits=6)  # picks a token behind each draft
     assert matched["work on probabilities of tokens"] == 6 * 4 * PROBABILITY_COPIES * row_bytes
+
+
+def test_the_table_has_what_scoring_a_long_prompt_makes_of_its_logits() -> None:
+    """It comes behind sampling, whose work is the larger one unless many tokens are scored at once."""
+    blueprint = Blueprint.of(ExecutorConfig(**SETTINGS))
+    row_bytes = 4 * blueprint.model.vocab_size
+    later = later_bytes(max_num_logits=64)  # 6 sequences
+    assert later["work on log probabilities"] == 64 * SCORE_COPIES * row_bytes
+    assert "work on probabilities of tokens" not in later
 
 
 @pytest.mark.parametrize(("prefill_graphs", "num_passes"), [("off", 1), ("breakable", 2)])
