@@ -49,12 +49,13 @@ def warm_up(
         member.join(groups)
     try:
         runner.capture()
-        num_tokens = min(NUM_TOKENS, max_tokens, forward_pass.max_seq_len)
-        prompt = dummy_extend(forward_pass, num_tokens)
+        size = topology.attn_tp_size  # of whose rows a dummy batch has a multiple
+        num_tokens = min(NUM_TOKENS, max_tokens, forward_pass.max_seq_len) // size * size
+        prompt = dummy_extend(forward_pass, max(num_tokens, size))
         batches = [replace(prompt, layout=replace(prompt.layout, graph_size=None))]
         batches += [dummy_decode(forward_pass, size) for size in decode_sizes[-1:]]
         for batch in batches:
-            logits = runner.run(batch)
+            logits = runner.run(batch)[: forward_pass.kv_pool.num_rows]
             rows = np.arange(len(logits))
             sampler.sample(logits, rows, rows + 1)
     finally:

@@ -26,6 +26,14 @@ SIZES = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, "num_
             ELASTIC | {"attn_tp_size": 2, "moe_a2a": "torch", "moe_a2a_extend": "all-to-all"},
             [(ForwardMode.EXTEND, 64), (ForwardMode.DECODE, 8)],
         ),
+        (
+            ELASTIC | {"attn_tp_size": 2, "max_num_batched_tokens": 63},
+            [(ForwardMode.EXTEND, 62), (ForwardMode.DECODE, 8)],
+        ),
+        (
+            ELASTIC | {"attn_tp_size": 2, "max_num_batched_tokens": 1, "max_num_seqs": 1},
+            [(ForwardMode.EXTEND, 2), (ForwardMode.DECODE, 2)],
+        ),
         (ELASTIC | {"decode_graphs": "off"}, [(ForwardMode.EXTEND, 64)]),
         ({"dp_size": 3}, []),
         ({}, []),
