@@ -38,6 +38,8 @@ def main(config: ExecutorConfig) -> None:
         from executor.build.check import check  # imports PyTorch
 
         sys.exit(0 if check(config, print) else BAD_CONFIGURATION)
+    # While it imports. By itself the kernel drops the signal where this is a container's first process.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its own log would write past ours
     # A waiting OpenMP thread that spins starves the other processes of a shared machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

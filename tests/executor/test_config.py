@@ -2,9 +2,10 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any, cast
@@ -199,9 +200,33 @@ def test_the_dispatch_cap_has_a_short_variable_besides_its_own():
     ]
 
 
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """Puts back what a start sets."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_container_s_first_process_ends_when_told_to_while_it_imports(
+    model: Path, monkeypatch: pytest.MonkeyPatch, signals: None
+) -> None:
+    """It gets only signals that it handles."""
+
+    def terminate(host: str | None) -> None:
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("protos.settings.configure_logging", lambda level="info": None)
+    monkeypatch.setattr("executor.__main__._keep_in", terminate)
+    with pytest.raises(SystemExit) as ended:
+        main(["--model", str(model)], standalone_mode=False)
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
 @pytest.mark.parametrize("given", [None, "ACTIVE"])
 def test_waiting_threads_sleep_unless_an_operator_says_otherwise(
-    model: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
+    model: Path, monkeypatch: pytest.MonkeyPatch, signals: None, given: str | None
 ):
     def run(serving: Coroutine[Any, Any, int]) -> int:
         serving.close()
