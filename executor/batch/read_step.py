@@ -363,6 +363,9 @@ def _read_counts(
         )
     if max(counts) > most:
         raise _agreement_error(field, f"{field} has {max(counts)}; the budget is {most}")
+    width = message.num_draft_tokens
+    if width and (odd := [count for count in counts if count % width]):
+        raise _agreement_error(field, f"{field} has {odd[0]}; each sequence has {width}")
     return counts
 
 

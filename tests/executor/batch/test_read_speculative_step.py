@@ -81,6 +81,12 @@ def test_the_graph_of_a_speculative_step_counts_sequences():
         read_step(request, limits(CHAIN), rows())
 
 
+def test_a_graph_for_a_rank_with_part_of_a_sequence_is_refused():
+    request = good_step()
+    change_agreement(global_num_tokens=[9, 8], graph_size=2)(request)
+    assert refused(request, "has 9; each sequence has 4") == f"{AGREEMENT}.global_num_tokens"
+
+
 def test_a_plain_step_resolves_the_lengths_of_what_decodes_and_of_nothing_else():
     request = mixed_step([Run(2, 11), Run(3, 4, [7, 8, 9]), Run(5, 13)])
     columns = read_step(request, limits(CHAIN), rows())
@@ -126,8 +132,9 @@ BAD_COLUMNS = [
 BAD_AGREEMENTS: list[tuple[str, object, str]] = [
     ("num_draft_tokens", 3, "num_draft_tokens=3: need 4, or 0 for a step that is not speculative"),
     ("global_num_tokens", [8, 4], "says 4 for this executor's part, which has 8"),
-    ("global_num_tokens_for_logprob", [8, 2], "says 2 for this executor's part, which has 8"),
+    ("global_num_tokens_for_logprob", [8, 4], "says 4 for this executor's part, which has 8"),
     ("global_num_tokens", [28, 8], "28; the budget is 24"),
+    ("global_num_tokens_for_logprob", [8, 7], "for_logprob has 7; each sequence has 4"),
     ("global_num_tokens_for_logprob", [28, 8], "28; the budget is 24"),
     ("global_num_tokens_for_draft", [2, 2], f"global_num_tokens_for_draft {ONLY_PLAIN}"),
     ("global_num_sampled", [2, 2], f"global_num_sampled {ONLY_PLAIN}"),
