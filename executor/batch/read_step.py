@@ -539,7 +539,11 @@ def read_step(request: pb.StepRequest, limits: StepLimits, progress: RowProgress
     num_query_tokens = np.full(len(rows), width) if width else columns["num_tokens"]
     first_tokens = np.cumsum(num_query_tokens) - num_query_tokens
     is_starting = _check_rows(read, starts, progress, is_speculative=width > 0)
-    _check_last_tokens(read, num_query_tokens, is_starting | ~progress.has_sampled[rows])
+    is_fresh = is_starting | ~progress.has_sampled[rows]
+    _check_last_tokens(read, num_query_tokens, is_fresh, "has not sampled a token")
+    if not width:
+        is_more = (num_query_tokens > 1) | (columns["samples"] == 0)
+        _check_last_tokens(read, num_query_tokens, is_more, "runs more than it, or does not sample")
     num_computed_tokens = _read_num_computed(read, first_tokens, limits, progress)
     held = np.where(is_starting, 0, progress.num_blocks[rows])
     num_kept_blocks = _check_blocks(read, num_computed_tokens, held, is_starting, limits)
@@ -628,15 +632,15 @@ def _check_rows(
 
 
 def _check_last_tokens(
-    read: ColumnReader, num_query_tokens: Int64Array, is_fresh: BoolArray
+    read: ColumnReader, num_query_tokens: Int64Array, is_barred: BoolArray, problem: str
 ) -> None:
-    """Checks that no sequence goes on from a last token that it does not have: ``is_fresh`` [B]."""
-    if not is_fresh.any():
+    """Checks that none of some sequences, bool [B], goes on from its last token."""
+    if not is_barred.any():
         return
-    is_wrong = (read.columns["token_ids"] < 0) & np.repeat(is_fresh, num_query_tokens)
+    is_wrong = (read.columns["token_ids"] < 0) & np.repeat(is_barred, num_query_tokens)
     if is_wrong.any():
         row = np.repeat(read.columns["rows"], num_query_tokens)[is_wrong][0]
-        raise read.error("token_ids", f"-1 for row {row}, which has not sampled a token")
+        raise read.error("token_ids", f"-1 for row {row}, which {problem}")
 
 
 def _read_num_computed(

@@ -1283,8 +1283,8 @@ class SequenceColumns(_message.Message):
     """
     token_ids: _builtins.bytes
     """[sum(num_tokens)] Token ids, sequences end to end. -1 stands for the token that the row
-    sampled last, which the router need not know yet. Empty: -1 for every token, as in any
-    step that only decodes.
+    sampled last, which the router need not know yet; such a sequence runs nothing else, and
+    samples. Empty: -1 for every token, as in any step that only decodes.
     """
     num_new_blocks: _builtins.bytes
     """[B] Blocks to append to the row, which then holds at least

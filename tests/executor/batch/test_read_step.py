@@ -114,6 +114,29 @@ def test_an_idle_part_reads_as_no_sequences():
     assert columns.layout.global_num_tokens_cpu == (5, 0)
 
 
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"num_tokens": [2], "token_ids": [7, -1]},
+        {"num_tokens": [2], "token_ids": [-1, 7]},
+        {"token_ids": [-1], "samples": [0]},
+    ],
+    ids=["behind another", "before another", "no sample"],
+)
+def test_a_last_sampled_token_that_is_not_all_that_its_sequence_runs_and_samples_after_is_refused(
+    columns: dict[str, Sequence[int]],
+):
+    count = len(columns["token_ids"])
+    part = decoding(rows=[2], num_computed_tokens=[12 - count], **columns)
+    part.forward_mode = pb.FORWARD_MODE_EXTEND
+    request = step(
+        1, part, num_tokens=[0, count], num_logits=[0, 1 - (columns.get("samples") == [0])]
+    )
+    error = refusal(request, limits(), progress)
+    assert error.field == f"{SEQUENCES}.token_ids"
+    assert str(error) == "token_ids: -1 for row 2, which runs more than it, or does not sample"
+
+
 def change_starts(**columns: list[float]) -> Change:
     return lambda request: request.ranks[0].starts.MergeFrom(row_starts(**columns))
 
