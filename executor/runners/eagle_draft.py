@@ -98,7 +98,8 @@ class EagleDraftRunner:
         return replace(
             batch,
             positions=positions.repeat_interleave(width, dim=1),
-            out_cache_loc=locations.reshape(num_passes, count * width),
+            # One behind another: kernels read them by their address.
+            out_cache_loc=locations.reshape(num_passes, count * width).contiguous(),
             seq_lens=batch.seq_lens + (on_device + 1) * width,
             seq_lens_cpu=batch.seq_lens_cpu + (before + 1) * width,
         )

@@ -83,7 +83,8 @@ class CpuAttention(TorchAttention):
         # A draft's batch has no slots for a group of the target's that it does not read.
         for group in {kv_pool.shape.group_of(layer.window) for layer in self._layers}:
             slots = batch.slots_of(group)
-            assert all(x is None or x.dtype is torch.int64 for x in (*sequences, slots))
+            columns = (x for x in (*sequences, slots) if x is not None)
+            assert all(x.dtype is torch.int64 and x.is_contiguous() for x in columns)
             of_batch = len(slots), batch.batch_size, *sizes
             self._of_groups[group] = (*of_batch, *sequences, slots, tree)
 

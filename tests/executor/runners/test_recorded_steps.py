@@ -92,7 +92,7 @@ def test_any_mix_of_steps_answers_as_it_would_eagerly(
 
 
 @pytest.mark.parametrize("way", DRAFTS, ids=str)
-def test_recorded_drafts_are_those_of_passes_that_are_called(
+def test_recorded_drafts_are_those_of_passes_that_are_called_and_of_eager_ones(
     way: Way,
     new_backend: Callable[[], EagerBackend],
     targets: dict[str, Path],
@@ -116,7 +116,9 @@ def test_recorded_drafts_are_those_of_passes_that_are_called(
     rng = np.random.default_rng(0)
     for size in (4, 8, 4, 1, 8, 4):
         batch = case.batch(rng, int(rng.integers(1, size + 1)), size)
-        assert_same(case.run(runner, batch), case.run(called, batch))
+        recorded = case.run(runner, batch)
+        assert_same(recorded, case.run(called, batch))
+        assert_same(recorded, case.run_eagerly(batch))
 
 
 @pytest.mark.parametrize("kind", ["decode", *PREFILL_GRAPHS])
