@@ -1,6 +1,12 @@
 """Router program, ``python -m router``: from settings to a running router."""
 
 import os
+import signal
+import sys
+
+# While it imports. By itself the kernel drops the signal where this is a container's first process.
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 # gRPC reads these as it is imported. Its own log would write past ours; what it does in each process that
 # is started, in case that goes on with its channels, has ended some of them before they began.
