@@ -181,7 +181,7 @@ class StepPlan:
         num_sampled: [dp_size] how many of these each rank has.
         limits: int32, of each decode, the most tokens that it may gain; None: 1 each.
         kv_tokens: int64 [dp_size], computed tokens of each rank's decodes, whose KV they read.
-        num_pairs: float64 [dp_size], query-key pairs of each rank's chunks; None: it has none.
+        num_pairs: float64 [dp_size], query-key pairs of each rank's chunks; None: all decode.
     """
 
     agreement: Agreement

@@ -129,7 +129,8 @@ class StepBuilder:
             batches, sampled_rows = self._take_chunks(chunks, mode, decodes, counts)
         if table.num_scored:
             scorings = self._scorings(columns, batches)
-        agreement = self._agree(decodes, counts, has_extend=has_extend, num_drafts=num_draft_tokens)
+        same = decodes if not has_chunks and limits is None else None
+        agreement = self._agree(same, counts, has_extend=has_extend, num_drafts=num_draft_tokens)
         parts, sampled = (columns, batches, scorings), (sampled_rows, counts.sampled)
         return StepPlan(agreement, *parts, runs, *sampled, limits, kv_tokens, num_pairs)
 
@@ -141,11 +142,17 @@ class StepBuilder:
         return self._kv_tokens[1]
 
     def _agree(
-        self, decodes: RowSet, counts: Counts, *, has_extend: bool, num_drafts: int
+        self, decodes: RowSet | None, counts: Counts, *, has_extend: bool, num_drafts: int
     ) -> Agreement:
-        """Returns the agreement; the last one, where the same rows only decode again."""
-        is_plain = counts.sequences is decodes.num_rows and not num_drafts
-        if is_plain and decodes is self._last_decodes:
+        """Returns the agreement; the last one, where the same rows only decode again.
+
+        Args:
+            decodes: All that the step runs, one token each; None: it is another kind of step.
+            counts: Of all that it runs.
+            has_extend: Whether that has prompts.
+            num_drafts: Tokens that each sequence verifies.
+        """
+        if decodes is not None and decodes is self._last_decodes:
             return self._last_agreement
         shape, speculation = self._shape, self._speculation
         # A speculative step has no draft-extend of its own behind it.
@@ -159,7 +166,7 @@ class StepBuilder:
             num_draft_tokens=num_drafts,
         )
         shape.check(agreement)
-        if is_plain:
+        if decodes is not None:
             self._last_decodes, self._last_agreement = decodes, agreement
         return agreement
 
