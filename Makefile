@@ -14,7 +14,7 @@ RELEASED := protos/released.binpb
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -p no:cacheprovider
 QUICK_TESTS := tests/repo tests/protos tests/router tests/executor
 
-# make demo MODEL=deploy/demo_model DP=2 TP=2 EP=1 A2A=torch DRAFTS=eagle
+# make demo MODEL=deploy/demo_model DP=2 TP=2 EP=4 A2A=torch DRAFTS=eagle
 TOPOLOGY = $(if $(MODEL),--model $(MODEL)) \
 	$(if $(DP),--dp-size $(DP)) $(if $(TP),--attn-tp-size $(TP)) \
 	$(if $(EP),--ep-size $(EP)) $(if $(A2A),--moe-a2a $(A2A)) $(if $(SPARES),--spares $(SPARES)) \
@@ -30,7 +30,7 @@ DEV := $(VENV)/.installed-dev
 
 help:
 	@echo "make demo    start two executors and a router, ask them 300 problems, check the answers;"
-	@echo "             DP=2 TP=2 EP=1 A2A=torch say how executors share the model (executor/README.md)"
+	@echo "             DP=2 TP=2 EP=4 A2A=torch say how executors share the model (executor/README.md)"
 	@echo "             MODEL=deploy/demo_model_mla serves a DeepSeek-V3 that knows them, too;"
 	@echo "             ARGS=--speculative drafts, too, and compares with not drafting"
 	@echo "             SPARES=1 starts one more, which takes a lost one's place (router/README.md)"

@@ -93,3 +93,15 @@ def test_every_method_and_target_that_is_named_exists():
         assert method in service.methods_by_name
     for target in re.findall(r"(?:`|^ {4})make ([a-z-]+)\b", ALL, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+SIZES = sorted(set(re.findall(r"DP=.*A2A=\w+", (ROOT / "Makefile").read_text())))
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_sizes_that_the_makefile_names_together_fit_one_another(sizes: str):
+    flags = {"DP": "--dp-size", "TP": "--attn-tp-size", "EP": "--ep-size", "A2A": "--moe-a2a"}
+    given = [f"{flags[name]}={value}" for name, value in re.findall(r"(\w+)=(\w+)", sizes)]
+    command = [*(sys.executable, "-m", "executor", "--model", "deploy/demo_model"), *given]
+
+    subprocess.run([*command, "--check", "on"], cwd=ROOT, check=True, capture_output=True)
