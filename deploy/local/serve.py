@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import sys
 from functools import partial
+from pathlib import Path
 
 from deploy.local import flags
 from deploy.local.launch import LocalStack, metrics_args
@@ -15,7 +16,7 @@ from deploy.local.processes import ProcessEnded, cancel_at_signals
 HOW_TO_CALL = """\
 Lockstep serves {model} at {address} on {executors}. Logs: {log_dir}
 
-What it is doing: python -m router.top {address}{in_browser}
+What it is doing: {python} -m router.top {address}{in_browser}
 
 With grpcurl:
 
@@ -24,7 +25,7 @@ With grpcurl:
       {address} lockstep.serving.v1.GenerationService/Generate
   grpcurl -plaintext -d '{{"service": "readiness"}}' {address} grpc.health.v1.Health/Check
 
-From Python:
+From Python ({python}):
 
   import asyncio
   from router.client import Client
@@ -60,6 +61,7 @@ async def serve(args: argparse.Namespace) -> None:
                 address=stack.address,
                 executors=flags.describe(args),
                 log_dir=stack.log_dir,
+                python=sys.executable.removeprefix(f"{Path.cwd()}/"),
                 in_browser=f"\nor in a browser:  {page}" if page else "",
             ),
             flush=True,

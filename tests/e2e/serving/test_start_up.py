@@ -3,7 +3,9 @@
 import asyncio
 import json
 import os
+import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -98,8 +100,8 @@ async def test_the_router_serves_without_importing_torch(
 
 
 @asynccontextmanager
-async def make_serve(log_dir: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Runs what `make serve` runs, and stops it by Ctrl-C, at which it ends in good order."""
+async def make_serve(log_dir: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """Runs what `make serve` runs; gives what it says; stops it by Ctrl-C: it ends in good order."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "deploy.local.serve", "--listen", "127.0.0.1:0"),
         *("--log-dir", str(log_dir)),
@@ -108,8 +110,8 @@ async def make_serve(log_dir: Path) -> AsyncIterator[asyncio.subprocess.Process]
     )
     assert process.stdout is not None
     try:
-        await process.stdout.readuntil(b"Ctrl-C stops it.")
-        yield process
+        said = await process.stdout.readuntil(b"Ctrl-C stops it.")
+        yield process, said.decode()
     finally:
         process.send_signal(signal.SIGINT)
         await process.communicate()
@@ -142,13 +144,22 @@ def child_of(pid: int, *args: str) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the child in /proc")
 async def test_make_serve_starts_an_executor_that_dies_again_and_ends_at_ctrl_c(tmp_path: Path):
-    async with make_serve(tmp_path) as process:
+    async with make_serve(tmp_path) as (process, _):
         assert process.stdout is not None
         os.kill(child_of(process.pid, "--dp-rank 1"), signal.SIGKILL)
         await process.stdout.readuntil(b"executor-1 ended with exit code -9")
         while len(records(tmp_path / "router.log", "group_ready")) < 2:
             await asyncio.sleep(0.05)
         child_of(process.pid, "--dp-rank 1")
+
+
+async def test_what_make_serve_says_to_run_runs_without_an_activated_environment(tmp_path: Path):
+    async with make_serve(tmp_path) as (_, said):
+        [command] = re.findall(r"What it is doing: (.+)", said)
+        top = await asyncio.create_subprocess_exec(
+            *shlex.split(command), cwd=ROOT, env={"PATH": "/usr/bin"}, stdout=subprocess.PIPE
+        )
+        assert b"READY" in (await top.communicate())[0]
 
 
 ORPHAN_MAKER = """
