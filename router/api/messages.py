@@ -434,7 +434,7 @@ async def _read_bad_words(
             problem = f"{NO_TOKENIZER}; send bad_token_ids"
             raise InvalidRequest("vocabulary.bad_words", problem)
         for index, text in enumerate(texts):
-            _check_range(f"vocabulary.bad_words[{index}]", len(text), 1, MAX_BAD_WORD_LEN)
+            _check_len(f"vocabulary.bad_words[{index}]", text, MAX_BAD_WORD_LEN)
         spaced = [text if text.startswith(" ") else f" {text}" for text in texts]
         words = await asyncio.to_thread(tokenizer.encode_words, texts + spaced)
         found += [
@@ -475,13 +475,7 @@ def _check_stop(
         check_token_id(f"stop.stop_token_ids[{index}]", token_id, model)
     _check_count("stop.stop_strings", len(message.stop_strings), MAX_STOP_STRINGS)
     for index, string in enumerate(message.stop_strings):
-        if not 1 <= len(string) <= MAX_STOP_STRING_LEN:
-            raise InvalidRequest(
-                f"stop.stop_strings[{index}]",
-                f"{len(string)} characters are not from 1 to {MAX_STOP_STRING_LEN}",
-                value=len(string),
-                limit=MAX_STOP_STRING_LEN if string else 1,
-            )
+        _check_len(f"stop.stop_strings[{index}]", string, MAX_STOP_STRING_LEN)
     if message.stop_strings and tokenizer is None:
         raise InvalidRequest("stop.stop_strings", f"{NO_TOKENIZER}; send stop_token_ids")
 
@@ -575,6 +569,16 @@ def _check_range(field: str, value: int, low: int, high: int) -> None:
         limit = low if value < low else high
         raise InvalidRequest(
             field, f"{value} is not from {low} to {high}", value=value, limit=limit
+        )
+
+
+def _check_len(field: str, text: str, most: int) -> None:
+    if not 1 <= len(text) <= most:
+        raise InvalidRequest(
+            field,
+            f"{len(text)} characters are not from 1 to {most}",
+            value=len(text),
+            limit=most if text else 1,
         )
 
 

@@ -143,7 +143,12 @@ BAD = [
         "leave one out",
     ),
     (limited(bad_words=["a"] * 65), INVALID, "vocabulary.bad_words", "65 are too many"),
-    (limited(bad_words=["a", ""]), INVALID, "vocabulary.bad_words[1]", "0 is not from 1"),
+    (
+        limited(bad_words=["a", ""]),
+        INVALID,
+        "vocabulary.bad_words[1]",
+        "0 characters are not from 1",
+    ),
     (limited(bad_words=["abcdefghi"]), INVALID, "vocabulary.bad_words[0]", "9 tokens"),
     (limited(bad_token_ids=[pb.TokenIds()]), INVALID, "vocabulary.bad_token_ids[0]", "0 tokens"),
     (
