@@ -24,8 +24,8 @@ class PortLimits:
     """Calls open at once on one connection; more wait at the client, which may open another
     connection. Each may cost a megabyte before it is refused."""
     max_calls: int = setting(4096, at_least(1))
-    """Calls open at once on each gRPC port, whatever they call; more are refused. Generate may have
-    all of them, any other method an eighth."""
+    """Calls open at once on each gRPC port, whatever they call; more are refused. Generate and
+    Complete may have all of them, any other method an eighth."""
     max_message_bytes: int | None = setting(
         None, at_least(1024), unset="router: 1 MiB; executor: what its largest step may take"
     )
