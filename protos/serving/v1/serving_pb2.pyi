@@ -1423,7 +1423,7 @@ class TaggedError(_message.Message):
     """The request's id, the caller's or ours; empty if it was none that fits."""
     @_builtins.property
     def retry_delay(self) -> _duration_pb2.Duration:
-        """When to try again, for RESOURCE_EXHAUSTED."""
+        """As in RetryInfo: when to try again."""
 
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:

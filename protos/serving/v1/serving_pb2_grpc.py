@@ -116,14 +116,14 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Encodes a prompt as Generate would, however long it is.
+        """Encodes a prompt as Generate would, however many tokens it has.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CountTokens(self, request, context):
-        """Says how many tokens a prompt has, however long it is.
+        """Says how many tokens a prompt has, however many.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -91,9 +91,9 @@ class GenerationServiceStub:
     that fails answers nothing, whatever was generated.
     """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_serving_pb2.TokenizeRequest, _serving_pb2.TokenizeResponse]
-    """Encodes a prompt as Generate would, however long it is."""
+    """Encodes a prompt as Generate would, however many tokens it has."""
     CountTokens: _grpc.UnaryUnaryMultiCallable[_serving_pb2.CountTokensRequest, _serving_pb2.CountTokensResponse]
-    """Says how many tokens a prompt has, however long it is."""
+    """Says how many tokens a prompt has, however many."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_serving_pb2.DetokenizeRequest, _serving_pb2.DetokenizeResponse]
     """Returns the text of tokens."""
     Cancel: _grpc.UnaryUnaryMultiCallable[_serving_pb2.CancelRequest, _serving_pb2.CancelResponse]
@@ -131,9 +131,9 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     that fails answers nothing, whatever was generated.
     """
     Tokenize: _aio.UnaryUnaryMultiCallable[_serving_pb2.TokenizeRequest, _serving_pb2.TokenizeResponse]  # type: ignore[assignment]
-    """Encodes a prompt as Generate would, however long it is."""
+    """Encodes a prompt as Generate would, however many tokens it has."""
     CountTokens: _aio.UnaryUnaryMultiCallable[_serving_pb2.CountTokensRequest, _serving_pb2.CountTokensResponse]  # type: ignore[assignment]
-    """Says how many tokens a prompt has, however long it is."""
+    """Says how many tokens a prompt has, however many."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_serving_pb2.DetokenizeRequest, _serving_pb2.DetokenizeResponse]  # type: ignore[assignment]
     """Returns the text of tokens."""
     Cancel: _aio.UnaryUnaryMultiCallable[_serving_pb2.CancelRequest, _serving_pb2.CancelResponse]  # type: ignore[assignment]
@@ -192,7 +192,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _serving_pb2.TokenizeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_serving_pb2.TokenizeResponse, _abc.Awaitable[_serving_pb2.TokenizeResponse]]:
-        """Encodes a prompt as Generate would, however long it is."""
+        """Encodes a prompt as Generate would, however many tokens it has."""
 
     @_abc_1.abstractmethod
     def CountTokens(
@@ -200,7 +200,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _serving_pb2.CountTokensRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_serving_pb2.CountTokensResponse, _abc.Awaitable[_serving_pb2.CountTokensResponse]]:
-        """Says how many tokens a prompt has, however long it is."""
+        """Says how many tokens a prompt has, however many."""
 
     @_abc_1.abstractmethod
     def Detokenize(
