@@ -1,6 +1,7 @@
 """MiniMax-M2: norms over whole projections, half of each head turns, sigmoid routing.
 
-Source: Transformers, models/minimax_m2/modeling_minimax_m2.py.
+Source: Transformers, models/minimax_m2/modeling_minimax_m2.py; vLLM, models/minimax_m2.py, for
+the gate in float32.
 """
 
 from executor.model.decoder.config import (
@@ -38,7 +39,8 @@ def read(fields: Fields) -> ModelSpec:
     attention = read_attention(fields, qk_norm=QkNorm.PROJECTION)
     rotary_dim = fields.integer("rotary_dim", default=attention.head_dim)
     rope = read_rope(fields, attention.head_dim, theta=5e6, rotary_dim=rotary_dim)
-    router = RouterSpec(scores=Scores.SIGMOID, correction_bias=True)
+    # Files have the gate in float32; Transformers rounds it to the model's dtype.
+    router = RouterSpec(scores=Scores.SIGMOID, correction_bias=True, in_float32=True)
     experts = read_experts(fields, router, width="intermediate_size")
     return read_model(fields, read_layers(fields, attention, experts, [True] * num_layers), (rope,))
 

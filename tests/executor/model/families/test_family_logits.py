@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from executor.errors import CheckpointError
 from executor.model.families import read_spec
+from executor.model.spec import MoeSpec
 from tests.executor.model.families.head_checkpoints import SHAPES, config_of, save_model
 from tests.executor.support.checkpoints import (
     LATENT_SHAPES,
@@ -63,6 +64,17 @@ def test_norms_have_the_epsilon_of_transformers_where_the_file_says_none(
     fields = json.loads((path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(fields | {"rms_norm_eps": None}))
     assert read_spec(tmp_path).norm_eps == type(model.config)().rms_norm_eps
+
+
+@pytest.mark.parametrize(("shape", "in_float32"), [("minimax_m2", True), ("gpt_oss", False)])
+def test_experts_are_chosen_in_float32_where_servers_of_the_family_do(
+    tmp_path: Path, shape: str, in_float32: bool
+):
+    """Transformers rounds the gate of MiniMax-M2, and chooses others where scores are close."""
+    config_of(shape, architectures=[SHAPES[shape][1].__name__]).save_pretrained(tmp_path)
+    experts = read_spec(tmp_path).layers[-1].feed_forward
+    assert isinstance(experts, MoeSpec)
+    assert experts.router.in_float32 == in_float32
 
 
 @pytest.mark.parametrize(
