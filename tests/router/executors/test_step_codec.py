@@ -1,5 +1,7 @@
 """If these fail, an executor runs other tokens, blocks or sampling than the router planned."""
 
+import random
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -22,10 +24,12 @@ from router.scheduling.step import (
     RankBatch,
     RowStart,
     Scoring,
+    SpeculationShape,
     StepResult,
 )
 from tests.router.support.plans import join_batches
 from tests.router.support.requests import make_request
+from tests.router.support.stepper import CHAIN, Stepper, drafting, make_shape
 
 READER = Listeners(max_listeners=1).open()
 DTYPES = {"samples": "u1", "scores_output": "u1", "seed": "<u8", "biases": "<f4"}
@@ -156,6 +160,39 @@ def test_an_extend_sends_every_column_as_it_is() -> None:
     expected = {name: column.tolist() for name, column in EXTEND_COLUMNS.items()}
     assert columns_of(request.ranks[0].sequences) == expected
     assert columns_of(request.ranks[0].starts) == {"rows": [1]}
+
+
+@pytest.mark.parametrize("kv_window", [0, 5])
+@pytest.mark.parametrize("drafts", [None, CHAIN])
+def test_an_executor_reads_of_a_step_what_was_planned_for_its_rank(
+    drafts: SpeculationShape | None, kv_window: int
+) -> None:
+    """Decodes that take new blocks before chunks of prompts, ranks that do one or none, and drafts."""
+    rng, kinds = random.Random(0), Counter[tuple[BatchMode, bool, bool]]()
+    shape = make_shape(dp_size=2, num_blocks=60, kv_window=kv_window, speculation=drafts)
+    world = Stepper(shape, acceptance=0.6, **drafting(is_on=drafts is not None))
+    for _ in range(150):
+        if rng.random() < 0.3:
+            prompt = [rng.randint(1, 49) for _ in range(rng.randint(1, 30))]
+            world.submit(prompt, max_tokens=rng.randint(1, 18))
+        if (plan := world.plan()) is None:
+            continue
+        for rank, request in enumerate(encode_step(plan, epoch=3, step_id=9)[0]):
+            [part], batch = pb.StepRequest.FromString(request).ranks, plan.batch(rank)
+            columns = {
+                name: getattr(batch, name) for name in pb.SequenceColumns.DESCRIPTOR.fields_by_name
+            }
+            planned = {name: c.tolist() for name, c in columns.items() if c is not None and len(c)}
+            if rank not in plan.chunks and not any(planned.get("num_new_blocks", ())):
+                planned.pop("num_new_blocks", None)  # a default
+            assert columns_of(part.sequences) == planned
+            begun = columns_of(part.starts).get("rows", [])
+            assert begun == [start.row for start in batch.starts]
+            has_decodes = plan.decodes.row_set.num_rows[rank] > 0
+            kinds[batch.mode, has_decodes, bool(planned.get("num_new_blocks"))] += 1
+        world.commit()
+    assert kinds[BatchMode.EXTEND, True, True] > 5
+    assert kinds[BatchMode.DECODE, True, True] > 5
 
 
 # ---- rows that begin

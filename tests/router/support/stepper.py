@@ -124,12 +124,17 @@ class Stepper:
         """Schedules a step and lets the executors run it; its result waits for `commit`."""
         plan = self.scheduler.schedule()
         if plan is not None:
+            batches = plan.batches
+            readers = (
+                batches if plan.num_pairs is None else map(plan.decodes.batch, range(len(batches)))
+            )
+            assert plan.kv_tokens.tolist() == [each.num_computed_tokens.sum() for each in readers]
             self.in_flight.append(plan)
             self.results.append(
                 join_results(
                     [
                         rank.run(batch, plan.agreement)
-                        for rank, batch in zip(self.ranks, plan.batches, strict=True)
+                        for rank, batch in zip(self.ranks, batches, strict=True)
                     ]
                 )
             )
