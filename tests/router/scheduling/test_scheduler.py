@@ -18,6 +18,7 @@ from router.scheduling.step import PaddingMode, RowFailure, sequence_capacity
 from router.scheduling.step_budget import Prices, Prompt, Why
 from tests.router.support.block_checks import kept_blocks
 from tests.router.support.fake_rank import EOS, expected_output
+from tests.router.support.requests import make_request
 from tests.router.support.stepper import (
     Stepper,
     assert_right,
@@ -127,6 +128,21 @@ def test_a_rank_is_chosen_only_when_it_can_run_the_sequence() -> None:
     assert running[0].sequences[0].is_ended
     world.step()
     assert (late.sequences[0].table, late.sequences[0].dp_rank) == (world.table, 0)
+
+
+def test_before_a_new_prompt_is_what_bound_ones_have_left_and_of_its_own_what_is_not_cached() -> (
+    None
+):
+    world = Stepper(make_shape(dp_size=2, max_num_batched_tokens=8))
+    finish(world, world.submit([*range(1, 10)]))
+    decoding = world.submit([1, 2, 3], max_tokens=20)
+    world.step()
+    long = world.submit([*range(20, 40)])
+    world.step()
+    assert world.table.status[long.sequences[0].row] == RowStatus.EXTEND
+    new = make_request([*range(1, 12)], world.listener, 4).sequences[0]
+    assert world.scheduler.num_left_tokens(new) == (20 - 8) + (11 - 8)
+    finish(world, decoding, long)
 
 
 # ---- the prefix cache
@@ -297,8 +313,9 @@ def test_a_sequence_that_cannot_keep_to_its_grammar_ends_with_the_tokens_before(
     world.step()
     world.plan()
     world.plan()
-    row, rank = (getattr(broken.sequences[0], name) for name in ("row", "dp_rank"))
-    failures = [RowFailure(rank, row % world.shape.rows_per_rank, "too complex")]
+    sequences = [broken.sequences[0], other.sequences[0]]  # of which one has no grammar to break
+    rows = [(each.dp_rank, each.row % world.shape.rows_per_rank) for each in sequences]
+    failures = [RowFailure(*row, "too complex") for row in rows]
     for place, result in enumerate(world.results):  # also in the step that was sent before
         world.results[place] = result._replace(failures=failures)
     world.commit()
@@ -573,12 +590,15 @@ def test_a_rank_full_of_decodes_lets_the_others_catch_up() -> None:
     assert fill_level([200, 0, 0], [0, 500, 1], max_tokens=1000, floor=10) == 200
 
 
-def _loads(num_used: int, prices: Prices) -> RankLoads:
-    """Two ranks without prompts, of which the first has so many blocks of 4 tokens in use."""
+def _loads(
+    num_used: int, prices: Prices, prompts: list[list[Prompt]] | None = None, chunk: int = 1000
+) -> RankLoads:
+    """Two ranks, without prompts if none are given; the first has so many blocks of 4 tokens in use."""
     world = Stepper(make_shape(dp_size=2))
     pools = BlockPools([cache.pool for cache in world.scheduler.caches])
     pools[0].acquire(num_used)
-    return RankLoads(make_shape(dp_size=2), world.table, pools, [[], []], [0, 0], 1000, prices)
+    own = prompts or [[], []]
+    return RankLoads(make_shape(dp_size=2), world.table, pools, own, [0, 0], chunk, prices)
 
 
 @pytest.mark.parametrize("token_s", [1e-5, 1e-12])
@@ -602,6 +622,14 @@ def test_what_an_interrupted_answer_has_cached_or_waits_for_weighs_more_than_the
     behind = (1.0, 0.0, 0, 0)
     assert loads.pick(behind, 30, {}) == 1
     assert loads.pick(behind, 30, {}, is_interrupted=True) == 0
+
+
+def test_a_prompt_goes_beside_much_kv_rather_than_behind_one_that_takes_up_the_whole_step() -> None:
+    prices, turn = Prices(1e-2, 0.0, 1e-5, 0.0, 1e-6, 0.0), (0.0, 0.0, 0, 0)
+    behind = (1.0, 0.0, 0, 0)
+    for left, best in ((11, 1), (12, 0)):
+        loads = _loads(30, prices, [[], [Prompt(turn, left, 0, 8)]], chunk=12)
+        assert loads.pick(behind, 4, {}) == best
 
 
 def test_a_sequence_goes_on_where_its_kv_is_whatever_else_that_rank_has_to_do() -> None:

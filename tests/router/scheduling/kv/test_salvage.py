@@ -247,6 +247,18 @@ def test_sequences_that_have_the_same_tokens_go_on_in_the_middle_of_blocks_of_th
     assert_right(*requests)
 
 
+def test_a_block_that_is_not_full_is_gone_on_with_only_where_the_blocks_found_before_it_end() -> (
+    None
+):
+    world = Stepper(make_shape(max_num_batched_tokens=20))
+    requests = [world.submit(PROMPT, max_tokens=25) for _ in range(2)]
+    world.step()
+    world.lose()
+    progress = [request.sequences[0].progress.num_computed_tokens for request in requests]
+    assert progress == [17, 3], "the second finds more of the first than it has computed itself"
+    finish(world, *requests)
+
+
 def test_a_block_that_is_not_full_may_be_given_to_others_before_its_sequence_is_back() -> None:
     world = Stepper(make_shape())
     request = world.submit(PROMPT, max_tokens=20)
@@ -258,12 +270,14 @@ def test_a_block_that_is_not_full_may_be_given_to_others_before_its_sequence_is_
     finish(world, request)
 
 
-@pytest.mark.parametrize("max_num_batched_tokens", [32, 512])
+@pytest.mark.parametrize(
+    ("block_size", "max_num_batched_tokens"), [(4, 32), (4, 512), (SHARED_TOKENS + 8, 512)]
+)
 def test_what_interrupted_sequences_begin_with_alike_is_computed_once(
-    max_num_batched_tokens: int,
+    block_size: int, max_num_batched_tokens: int
 ) -> None:
     sizes = {"max_num_batched_tokens": max_num_batched_tokens, "max_model_len": 256}
-    world = Stepper(make_shape(num_blocks=240, **sizes))
+    world = Stepper(make_shape(num_blocks=240, block_size=block_size, **sizes))
     alike = [world.submit([*range(1, 161)], max_tokens=30) for _ in range(3)]
     while not all(request.sequences[0].num_output_tokens for request in alike):
         world.step()
@@ -275,7 +289,7 @@ def test_what_interrupted_sequences_begin_with_alike_is_computed_once(
         num_extend += num_tokens
         world.check()
     # What little is left of it need not be waited for.
-    assert 160 < num_extend < 160 + 2 * SHARED_TOKENS + 3 * 12
+    assert 160 < num_extend < 160 + 2 * max(SHARED_TOKENS, block_size) + 3 * 12
     finish(world, *alike)
 
 
