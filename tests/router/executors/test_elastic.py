@@ -73,6 +73,14 @@ def test_before_the_first_forming_the_group_waits_for_all_for_a_while_and_then_f
         group.choose(61, executors("a"))
 
 
+def test_a_group_whose_size_is_no_multiple_of_a_ranks_executors_waits_for_no_more_than_it_takes() -> (
+    None
+):
+    places = [(name, rank) for name in "ab" for rank in range(2)]
+    four = [executor(f"{name}{rank}", attn_tp_rank=rank, attn_tp_size=2) for name, rank in places]
+    assert names(policy(5, 2).choose(0, four)) == "a0a1b0b1"
+
+
 def test_a_router_that_comes_to_a_group_waits_for_those_that_were_in_it_and_not_for_more() -> None:
     group = policy(4, 1)
     both = executors("ab", num_placed=2)
@@ -278,6 +286,24 @@ def test_an_executor_that_lost_its_place_is_held_off_ever_longer() -> None:
         assert form(group, now, [executor("a"), *back]).change is Change.GROW
     assert waits[:5] == [60, 120, 240, 480, 960]
     assert max(waits) <= 1800
+    for _ in range(7):
+        group.note_failed(now, "b")
+    assert group.held_off_until("b", now) == now + 1800
+
+
+def test_executors_that_come_and_go_are_not_remembered_for_ever() -> None:
+    group = policy(2, 1)
+    form(group, 60, executors("a"))
+    for minute in range(1, 200):
+        name = f"spare {minute}"
+        group.review(60 * minute, executors([name]))
+        if minute % 3 == 1:
+            group.note_failed(60 * minute, name)
+        elif minute % 3 == 2:
+            group.note_left(60 * minute, name)
+    assert 1 + 40 <= len(group._history) <= 1 + 40 + 2, (
+        "the member, and who left or was lost lately"
+    )
 
 
 def test_an_executor_that_was_told_to_stop_is_not_held_off_but_if_it_is_again_and_again() -> None:

@@ -438,11 +438,34 @@ async def test_a_spare_that_cannot_load_is_held_off_and_its_group_grows_by_the_o
     policy, spares, grows = await watch_spares(peers, Strength(2, 1), stage)
     async with asyncio.timeout(600):
         await grows.wait()
+    now = asyncio.get_running_loop().time()
+    held_off = {each.address: each.held_off_duration.ToSeconds() for each in spares.status()}
     spares.stop()
     assert peers["c"].resident[0] != -1
     assert len(peers[broken].staged) > 1
-    now = asyncio.get_running_loop().time()
     assert policy.held_off_until(broken, now) == begun + 60, "it counts once while it is held off"
+    assert held_off == {broken: int(begun + 60 - now), "c": 0}
+
+
+@on_virtual_clock
+async def test_a_group_does_not_wait_to_grow_for_a_spare_that_loads_to_replace_a_member() -> None:
+    peers = {address: Peer(0, 0, 0, 1, num_slots=8) for address in "abc"}
+    for peer in peers.values():
+        peer.describes = has_large_experts
+    loading = set[str]()
+
+    async def stage(address: str, request: executor_pb.StageRequest) -> AsyncIterator[Any]:
+        loading.add(address)
+        if address == "c":
+            await asyncio.Event().wait()
+        async for progress in peers[address].stage(request, None):
+            yield progress
+
+    _, spares, grows = await watch_spares(peers, Strength(2, 1), stage, stall_s=1e9)
+    async with asyncio.timeout(600):
+        await grows.wait()
+    assert loading == {"b", "c"}
+    spares.stop()
 
 
 @on_virtual_clock

@@ -218,6 +218,16 @@ def test_quick_answers_are_signs_that_teach_nothing_and_undo_none_that_came_late
     assert suspicion.judge(0.84, 1, is_idle=False) == []
 
 
+def test_a_beat_clears_a_suspicion() -> None:
+    suspicion = Suspicion(LIMIT_S)
+    suspicion.note_beat("a", 0.0, BEAT)
+    suspicion.judge(LIMIT_S, 1, is_idle=False)
+    assert suspicion.state("a") is MemberState.SUSPECT
+    assert not suspicion.note_beat("a", LIMIT_S, BEAT)
+    assert suspicion.state("a") is MemberState.ATTENTIVE
+    assert suspicion.outcomes == {"cleared": 1, "lost": 0, "false": 0}
+
+
 @pytest.mark.parametrize("time", [0.3, LIMIT_S, 2.0])
 def test_there_is_nothing_to_judge_before_the_least_limit(time: float) -> None:
     suspicion = Suspicion(LIMIT_S)
@@ -306,10 +316,11 @@ def test_a_member_without_a_way_for_beats_is_left_to_pings_and_deadlines() -> No
     world = World()
     world.run(1.0, a=regular(1.0))
     world.suspicion.note_end("a")
-    assert world.suspicion.judge(100.0, 1, is_idle=False) == []
+    back = 1.0 + MAX_LIMIT_S - 0.1  # so late as a gap may be to be learnt, if this were one
+    assert world.suspicion.judge(back, 1, is_idle=False) == []
     assert world.suspicion.state("a") is MemberState.UNATTENDED
-    assert world.suspicion.note_beat("a", 100.0, BEAT)
-    assert world.suspicion.limit_s("a", 100.0, is_idle=False) == LIMIT_S
+    assert world.suspicion.note_beat("a", back, BEAT)
+    assert world.suspicion.limit_s("a", back, is_idle=False) == LIMIT_S
     world.suspicion.forget("a")
     assert world.suspicion.last_beat("a") is None
 
