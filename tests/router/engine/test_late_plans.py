@@ -133,6 +133,7 @@ async def test_an_error_in_a_late_plan_is_a_loss_of_the_group(
         assert engine._pipeline._timer is not None
 
         def fail() -> StepPlan:
+            monkeypatch.undo()  # the next plan would not fail
             raise ZeroDivisionError("planning failed")
 
         monkeypatch.setattr(engine._pipeline.scheduler, "schedule", fail)

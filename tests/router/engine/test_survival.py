@@ -13,9 +13,10 @@ from structlog.testing import capture_logs
 
 from protos.executor.v1 import executor_pb2 as pb
 from protos.serving.v1 import serving_pb2
+from router.engine import engine as engine_module
 from router.engine.engine import Engine
 from router.engine.engines import Engines
-from router.errors import ExecutorFailed, ExecutorGone, GroupMismatch
+from router.errors import ExecutorFailed, ExecutorGone, ExecutorLost, GroupMismatch
 from router.requests.request import Listeners
 from router.requests.waiting_queue import PROOF_TOKENS, WaitingQueue
 from router.scheduling.kv.prefix_cache import PrefixCache
@@ -450,27 +451,29 @@ async def test_a_group_that_stepped_before_it_failed_is_tried_again_soon() -> No
         assert again - failed == pytest.approx(0.01)
 
 
+@pytest.mark.parametrize("error", [None, ExecutorLost("the connection broke")])
+@pytest.mark.parametrize(("owner", "call"), [(Scheduler, "abandon"), (engine_module, "note_loss")])
 @on_virtual_clock
 async def test_requests_that_a_failed_router_cannot_keep_fail_and_do_not_hang(
-    monkeypatch: pytest.MonkeyPatch,
+    owner: Any, call: str, error: Exception | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(scheduler: Scheduler) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise ValueError("its rows are in no known state")
 
-    failing = Failing("receive", num_times=0)
+    failing = Failing("receive", num_times=0, error=error)
     async with two_groups(failing) as (engines, [engine]):
         await until(lambda: engine.is_ready)
         with monkeypatch.context() as broken:
-            broken.setattr(Scheduler, "abandon", fail)
+            broken.setattr(owner, call, fail)
             asking = asyncio.create_task(complete(engines, "a", [1, 2, 3], 20))
             await until(lambda: engine.status().step > 2)
             failing.num_times = 1
-            error = (await asking).sequences[0].error
-        assert isinstance(error, ExecutorFailed)
+            assert isinstance((await asking).sequences[0].error, ExecutorFailed)
         await until(lambda: engine.is_ready)
         assert (await complete(engines, "b", [1, 2, 3], 4)).sequences[0].error is None
         assert all(flow.is_idle for _, flow in engine.waiting.line)
-    assert engine.measures.totals().faults["unexpected"] == 2
+        assert [cache.pool.num_used for cache in engine._caches.by_rank] == [0]
+    assert engine.measures.totals().faults["unexpected"] == 1 + (error is None)
 
 
 class Down:
