@@ -242,6 +242,13 @@ BAD_STEPS: list[BadStep] = [
     (change_starts(num_banned=[193]), f"{STARTS}.num_banned", "from 0 to 192"),
     (change_starts(num_banned=[1], banned_lens=[1]), f"{STARTS}.banned_lens", "from 2 to 8"),
     (change_starts(num_biases=[1], bias_ids=[100]), f"{STARTS}.bias_ids", "has 100"),
+    (change_starts(num_biases=[1], bias_ids=[1], biases=[NAN]), f"{STARTS}.biases", "finite"),
+    (change_starts(grammar_of=[1]), f"{STARTS}.grammar_of", "has 1; there are 0 grammars"),
+    (
+        lambda r: r.ranks[0].starts.grammars.append("root ::= 'a'"),
+        f"{STARTS}.grammars",
+        "this executor takes none",
+    ),
     (change_mode(pb.FORWARD_MODE_DECODE), MODE, "every sequence runs 1 token"),
     (change_mode(pb.FORWARD_MODE_IDLE), MODE, "3 sequences"),
     (change_mode(pb.FORWARD_MODE_UNSPECIFIED), MODE, "need IDLE, DECODE or EXTEND"),
@@ -276,6 +283,9 @@ def test_a_graph_size_counts_tokens_if_any_rank_extends_and_sequences_if_none_do
     request.agreement.graph_size = 4
     layout = read_step(request, limits(), progress()).layout
     assert (layout.graph_size, layout.has_extend, layout.num_rows) == (4, False, 4)
+
+    request.agreement.global_num_tokens[0] = 0  # without prompts, idle ranks replay it too
+    assert read_step(request, limits(), progress()).layout.graph_size == 4
 
     request.agreement.graph_size = 16
     with pytest.raises(InvalidStep, match=r"the decode graphs are \[1, 2, 4\]"):
