@@ -130,6 +130,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
                     if self._times.get(name) is time:
                         del self._times[name]
         except TimeoutError:
+            if not time.expired():
+                raise  # an error of the router
             raise Cancelled("the request was aborted, and its answer not read") from None
 
     async def _generate(self, request: Message, context: Context) -> None:

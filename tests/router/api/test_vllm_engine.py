@@ -274,6 +274,19 @@ async def test_a_client_that_does_not_read_cannot_keep_an_aborted_call(
         assert error_details(error).reason == "CANCELLED"
 
 
+async def test_a_timeout_that_is_an_error_of_the_router_is_told_as_one(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    async def fail(*_: Any, **__: Any) -> None:
+        raise TimeoutError
+
+    engines = FakeEngines()
+    async with connected(engines) as stub:
+        monkeypatch.setattr(vllm_engine.GenerationServicer, "run", fail)
+        error = await failure(stub.Generate(generate()))
+    assert error.code() is not grpc.StatusCode.CANCELLED
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_reset_ends_the_request_without_abort(stream: bool):
     async with generating(stream=stream) as (engines, call, [sequence]):
