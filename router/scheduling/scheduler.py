@@ -307,6 +307,6 @@ class Scheduler:
         self._leaving = leaving[~is_left].tolist()
         self._blocks.release(left)
         for row in left:
-            if table.status[row] == RowStatus.PREEMPTED:
-                self._send_back(table.bound(row))
-            table.free_row(row)
+            if (sequence := table.sequences[row]) is not None:  # it was preempted
+                self._send_back(sequence)
+        table.free_rows(left)

@@ -272,7 +272,7 @@ class SequenceTable:
         return row
 
     def detach(self, sequences: SequenceOf[Sequence]) -> None:
-        """Takes sequences' tokens out of their rows, which stay taken until `free_row`."""
+        """Takes sequences' tokens out of their rows, which stay taken until `free_rows`."""
         rows = np.array([sequence.row for sequence in sequences])
         is_scored = self.scores_output.take(rows) | self.scores_prompt.take(rows)
         self.num_scored -= int(np.count_nonzero(is_scored))
@@ -290,12 +290,14 @@ class SequenceTable:
         self.num_taken[rows] = self.num_tokens.take(rows)  # nobody takes any here
         self.listener[rows] = self.columnar_listener[rows] = NO_LISTENER
 
-    def free_row(self, row: int) -> None:
-        """Gives a row back. Its sequence is detached and no step in flight runs it."""
-        assert self.sequences[row] is None
-        self.status[row] = RowStatus.FREE
-        self._free_rows[self.rank_of(row)].append(row)
-        self.num_bound_rows[self.rank_of(row)] -= 1
+    def free_rows(self, rows: list[int]) -> None:
+        """Gives rows back. Their sequences are detached and no step in flight runs them."""
+        self.status[rows] = RowStatus.FREE
+        for row in rows:
+            assert self.sequences[row] is None
+            rank = self.rank_of(row)
+            self._free_rows[rank].append(row)
+            self.num_bound_rows[rank] -= 1
 
     def blocks_of(self, row: int) -> BlockIds:
         """The blocks that a row holds, in order."""

@@ -300,9 +300,12 @@ class BlockPools:
             places, ranks, block_ids = places[unused], ranks[unused], block_ids[unused]
         is_kept = self._is_kept.take(places)
         self._line_up(places[is_kept], block_ids[is_kept], ranks[is_kept])
-        freed, ranks = block_ids[~is_kept], ranks[~is_kept]
-        for rank in set(ranks.tolist()):
-            self._pools[rank].free_up(freed[ranks == rank])
+        is_freed = ~is_kept
+        self._free_up(places[is_freed], block_ids[is_freed], ranks[is_freed])
+
+    def keep(self, block_ids: BlockIds, ranks: Counts) -> None:
+        """Makes used blocks, each of its rank, go to the cache when they are released."""
+        self._is_kept[block_ids + self._first.take(ranks)] = True
 
     def _line_up(self, places: Counts, block_ids: BlockIds, ranks: Counts) -> None:
         counts = np.bincount(ranks, minlength=len(self._pools))
@@ -313,3 +316,11 @@ class BlockPools:
         self._queue[QUEUE_LEN * self._first.take(ranks) + indices] = block_ids
         self._index_of[places] = indices
         self._num_cached += counts
+
+    def _free_up(self, places: Counts, block_ids: BlockIds, ranks: Counts) -> None:
+        counts = np.bincount(ranks, minlength=len(self._pools))
+        # To the tops of the stacks: of rank r, from first[r] + num_free[r] on.
+        tops = self._first + self._num_free - (counts.cumsum() - counts)
+        self._free[tops.take(ranks) + np.arange(len(ranks))] = block_ids
+        self._ref_counts[places] = 1
+        self._num_free += counts

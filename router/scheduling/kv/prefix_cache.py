@@ -201,7 +201,7 @@ class PrefixCache:
             count, size = tail.num_equal(wanted.tokens_from(start)), len(tail.block_ids)
             self._name(hashes[start : start + count], tail.block_ids[:count])
             if count < size:
-                self._add(tail.part(hashes[start + count - 1], count, size))
+                self.leave(tail.part(hashes[start + count - 1], count, size))
             prefix = self.match(hashes)
         return prefix
 
@@ -242,11 +242,7 @@ class PrefixCache:
         return self._name(hashes, block_ids)
 
     def leave(self, tail: Tail) -> None:
-        """Keeps used blocks of a sequence that ends; they have names once somebody wants them."""
-        self.pool.keep(tail.block_ids)
-        self._add(tail)
-
-    def _add(self, tail: Tail) -> None:
+        """Takes kept blocks of a sequence that ends; they have names once somebody wants them."""
         other = self._tails.add(tail)
         if other is not None:  # of two that begin alike, blocks that are the same are kept once
             for each in (other, tail):

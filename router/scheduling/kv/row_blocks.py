@@ -63,8 +63,9 @@ class RowBlocks:
         self.pools = BlockPools([cache.pool for cache in caches])
         self._preempt = preempt
         self._max_window_blocks = max_window_blocks
-        # Rows of prompts that nobody has asked for, by `Tail.key`.
+        # Rows of prompts that nobody has asked for, by `Tail.key`, and their keys.
         self._unnamed: dict[bytes, int] = {}
+        self._unnamed_keys: dict[int, bytes] = {}
 
     # ---- getting blocks
 
@@ -311,19 +312,14 @@ class RowBlocks:
         if not was_looked_up or cache.log is not None or table.has_windows:
             self.name(row)
         elif table.num_computed[row] >= table.block_size:
-            key = self._key_of(row)
+            key = sequence.request.cache_salt + sequence.tokens[: table.block_size].tobytes()
             other = self._unnamed.setdefault(key, row)
-            if other != row:
+            if other == row:
+                self._unnamed_keys[row] = key
+            else:
                 self.name(other)
             if other != row or cache.has_first(names[0], key):
                 self.name(row)
-
-    def _key_of(self, row: int) -> bytes:
-        """Returns what a tail of all of a row's blocks is asked for by."""
-        table = self._table
-        sequence = table.bound(row)
-        first: bytes = sequence.tokens[: table.block_size].tobytes()
-        return sequence.request.cache_salt + first
 
     def name_wanted(self, wanted: Wanted) -> None:
         """Names the blocks of a prompt that begins as a wanted one does, if one runs."""
@@ -347,10 +343,9 @@ class RowBlocks:
 
     def _hide(self, row: int) -> None:
         """Forgets that a row's prompt has no names."""
-        if self._unnamed and not self._table.num_named_blocks[row]:
-            key = self._key_of(row)
-            if self._unnamed.get(key) == row:
-                del self._unnamed[key]
+        key = self._unnamed_keys.pop(row, None)
+        if key is not None:
+            del self._unnamed[key]
 
     def _hashes_of(self, row: int, end: int) -> list[BlockHash]:
         """Returns the names of a row's blocks, at least of those before ``end``."""
@@ -416,24 +411,27 @@ class RowBlocks:
         """
         table, size = self._table, self._table.block_size
         rows = np.array([sequence.row for sequence in sequences])
-        num_known = np.minimum(table.num_tokens.take(rows), table.num_computed.take(rows))
-        for sequence, end in zip(sequences, (num_known // size).tolist(), strict=True):
+        ends = np.minimum(table.num_tokens.take(rows), table.num_computed.take(rows)) // size
+        for sequence, end in zip(sequences, ends.tolist(), strict=True):
             is_logged = self._caches[sequence.dp_rank].log is not None
             if is_logged or table.has_windows or len(sequence.block_hashes) >= end:
                 self.name(sequence.row)
             else:
                 self._hide(sequence.row)
-        first = table.num_named_blocks.take(rows)
+        starts = table.num_named_blocks.take(rows)
+        counts = np.maximum(ends - starts, 0)
+        block_ids = table.flat_blocks.take(spread(table.block_starts.take(rows) + starts, counts))
+        self.pools.keep(block_ids, (rows // table.rows_per_rank).repeat(counts))
         table.detach(sequences)
-        for sequence, start, end in zip(
-            sequences, first.tolist(), (num_known // size).tolist(), strict=True
-        ):
-            if start < end:
+        last = 0
+        for sequence, start, count in zip(sequences, starts.tolist(), counts.tolist(), strict=True):
+            first, last = last, last + count
+            if count:
                 hashes, salt = sequence.block_hashes, sequence.request.cache_salt
-                tokens = sequence.tokens[start * size : end * size].reshape(-1, size)
+                tokens = sequence.tokens[start * size : (start + count) * size].reshape(-1, size)
                 tokens = tokens.copy() if start else tokens  # what is before them is not held
-                block_ids = table.block_table[sequence.row, start:end].copy()
-                tail = Tail(hashes[start - 1] if start else salt, tokens, block_ids)
+                ids = block_ids[first:last].copy()
+                tail = Tail(hashes[start - 1] if start else salt, tokens, ids)
                 self._caches[sequence.dp_rank].leave(tail)
 
     def _num_leaving_blocks(self, rank: int) -> int:

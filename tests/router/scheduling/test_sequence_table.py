@@ -48,7 +48,7 @@ def test_rows_belong_to_ranks_and_come_back(listeners: Listeners) -> None:
     assert (table.has_free_row(0), table.has_free_row(1)) == (True, False)
     assert (table.num_bound(0), table.num_bound(1)) == (0, 3)
     table.detach([sequences[1]])
-    table.free_row(rows[1])
+    table.free_rows([rows[1]])
     assert table.bind(make_sequence([1], listener), 1, NO_PREFIX) == rows[1]
 
 
@@ -104,7 +104,7 @@ def test_nothing_of_a_row_s_last_sequence_is_left_for_the_next(listeners: Listen
     second = make_sequence([2], listeners.open(), tag=2, stop_token_ids=many)
     table.bind(first, 0, prefix([3, 4]))
     table.detach([first])
-    table.free_row(0)
+    table.free_rows([0])
     table.bind(second, 0, NO_PREFIX)
     assert (table.num_tokens[0], table.num_computed[0], table.num_blocks[0]) == (1, 0, 0)
     assert table.stop_ids[:, 0].tolist() == [-1] * NUM_STOP_IDS
@@ -173,7 +173,7 @@ def test_every_token_comes_out_once_whoever_takes_it(seed: int) -> None:
             case "detach" if sequence.table is not None:
                 row = sequence.row
                 table.detach([sequence])
-                table.free_row(row)
+                table.free_rows([row])
     for sequence, tokens in zip(sequences, taken, strict=True):
         tokens += sequence.take_tokens().tolist()
     assert taken == given

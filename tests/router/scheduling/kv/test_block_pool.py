@@ -184,6 +184,7 @@ def leave(cache: PrefixCache, tokens: list[int], parent: bytes = b"") -> BlockId
     """Takes blocks for tokens, and leaves them as an ended sequence does."""
     rows = np.array(tokens, np.int32).reshape(-1, BLOCK_SIZE)
     blocks = cache.pool.acquire(len(rows))
+    cache.pool.keep(blocks)
     cache.leave(Tail(parent, rows, blocks))
     cache.pool.release(blocks)
     return blocks
@@ -252,6 +253,7 @@ def test_a_hit_holds_the_tokens_that_were_asked_for(seed: int, *, is_left: bool)
                 content[block] = tuple(tokens[: (i + 1) * BLOCK_SIZE])
             if is_left and len(new):
                 rows = np.array(tokens, np.int32).reshape(-1, BLOCK_SIZE)[len(hit) :]
+                cache.pool.keep(new)
                 cache.leave(Tail(hashes[len(hit) - 1] if len(hit) else b"", rows, new))
             else:
                 cache.insert(hashes[len(hit) :], new)
