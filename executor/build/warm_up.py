@@ -7,7 +7,6 @@ spare replaces, would wait for that in its first steps.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -64,15 +63,14 @@ def warm_up(
 
 
 class EchoGroup(RankGroup):
-    """A group of which this process is the only one: the others seem to do what it does.
+    """A group of which this process is the only one: the others seem to do what it does."""
 
-    Args:
-        rank: Its rank.
-        world_size: Ranks, with those that are not there.
-    """
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        if len(x):
+            out.view(-1, *x.shape).copy_(x)
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        super().__init__(rank, world_size, None)
+    def all_gather_rows(self, x: torch.Tensor, counts: Sequence[int]) -> None:
+        """Leaves the others' rows as they are."""
 
     def reduce_scatter(
         self,
@@ -83,12 +81,20 @@ class EchoGroup(RankGroup):
     ) -> None:
         out.copy_(x[: len(out)])
 
+    def all_reduce(self, x: torch.Tensor) -> None:
+        """Leaves it as it is."""
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        out_splits: list[int] | None = None,
+        in_splits: list[int] | None = None,
+    ) -> None:
+        self.all_gather(out, x)
+
+    def broadcast(self, x: torch.Tensor, root: int) -> None:
+        """Leaves it as it is."""
+
     def close(self) -> None:
         """Nobody is there who waits."""
-
-    def _run(self, method: str, *arguments: Any, options: Any) -> None:
-        """Has each part of an output be what this process sends; others compute where they are."""
-        if method in ("_allgather_base", "alltoall_base"):
-            out, x = arguments[:2]
-            if len(x):
-                out.view(-1, *x.shape).copy_(x)

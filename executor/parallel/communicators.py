@@ -4,7 +4,7 @@ Every executor's rows are gathered before the experts, and summed back after (`D
 
     executor 0  x0 [3]  ─┐  MAX_LEN   x0 x0 x0 │ x1 x1 -- │ -- -- --    all-gather; padded
     executor 1  x1 [2]  ─┼▶
-    executor 2  (idle)  ─┘  SUM_LEN   x0 x0 x0 x1 x1                    all-reduce over zeros
+    executor 2  (idle)  ─┘  SUM_LEN   x0 x0 x0 x1 x1                    all-gather of rows
 
 and back: both reduce-scatter, parts of equal sizes or of unequal ones. The executors that share a DP rank's
 attention hold a shard of its rows between attention calls (`AttnTpCommunicator`):
@@ -154,8 +154,7 @@ class DpCommunicator(_Communicator):
     ) -> tuple[torch.Tensor, ...]:
         """Collects several tensors of one row per token in one collective.
 
-        They are laid side by side as words: a collective costs more to start than to fill. The
-        all-reduce adds words to zeros, which is exact for every dtype.
+        They are laid side by side as words: a collective costs more to start than to fill.
 
         Args:
             columns: Each [layout.shard_num_rows, width], any dtype.
@@ -177,10 +176,9 @@ class DpCommunicator(_Communicator):
             pack(columns, out=sent[:num_rows])
             self.group.all_gather(gathered, sent)
         else:
-            gathered.zero_()
             first = layout.offsets[layout.world_rank]
             pack(columns, out=gathered[first : first + num_rows])
-            self.group.all_reduce(gathered)
+            self.group.all_gather_rows(gathered, layout.global_shard_num_rows)
         return unpack(gathered, columns)
 
     def scatter_sum(self, y: torch.Tensor, layout: DpLayout) -> torch.Tensor:

@@ -231,7 +231,7 @@ class DpPaddingMode(Enum):
     """How the ranks' rows lie in the gathered buffer.
 
     MAX_LEN: every rank has as many rows as the largest; an all-gather fills it.
-    SUM_LEN: ranks lie end to end; an all-reduce over zeros fills it.
+    SUM_LEN: ranks lie end to end; over NCCL, an all-reduce over zeros fills it.
     """
 
     MAX_LEN = auto()

@@ -34,19 +34,19 @@ from typing import NamedTuple
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from executor.parallel.epochs import join_address
-from executor.parallel.gloo_sockets import LISTENING
+from executor.parallel.mesh import (
+    ARRIVALS_AT_ONCE,
+    MAX_STRANGERS,
+    QUEUED_CONNECTIONS,
+    RETRY_DELAY_S,
+    bind,
+)
 
 HELLO_TIMEOUT_S = 0.5  # of a caller's first entry
 SEND_TIMEOUT_S = 1.0  # of an entry to a member
 MAX_ENTRY_BYTES = 1 << 16
-# Connections that have written no entry; above it the oldest go. Many turns' worth of arrivals, so
-# that a member's entry has been read by the time that so many have come after it.
-MAX_STRANGERS = 256
-ARRIVALS_AT_ONCE = 16  # so that members need not wait for more
-QUEUED_CONNECTIONS = 4096  # in the kernel, which lets a caller wait for a second if there are more
 
 CONNECT_TIMEOUT_S = 0.3  # of one try
-RETRY_DELAY_S = 0.002
 CUT_OFF = (TimeoutError, ConnectionAbortedError, ConnectionResetError, BrokenPipeError)
 NOT_OPEN_S = 1.0  # for which a member may come before the store is opened
 
@@ -270,6 +270,11 @@ class MemberStore(Store):
             with self._failing_as_one(f" for {missing[0]}"):
                 self._take_entry(self._enter(), deadline)
 
+    def tell_all(self, key: str, value: bytes, rank: int, world_size: int) -> list[bytes]:
+        """Returns what all members of a group say under a key, by rank, once they have."""
+        self.set(f"{key}/{rank}", value, world_size)
+        return [self.get(f"{key}/{other}") for other in range(world_size)]
+
     def check(self, keys: Sequence[str]) -> bool:
         """Returns whether all entries are there already."""
         return all(key in self._entries for key in keys)
@@ -344,56 +349,6 @@ class MemberStore(Store):
             ) from error
 
 
-class RoundStore(Store):
-    """A group's part of the board, as PyTorch's process groups use one that connects all members.
-
-    Each of them writes what it says of a round under a key that ends in its rank.
-
-    Args:
-        board: A member's.
-        prefix: Of the group's keys.
-        rank: This member's.
-        world_size: Members of the group.
-    """
-
-    def __init__(self, board: MemberStore, prefix: str, rank: int, world_size: int) -> None:
-        super().__init__()
-        self._board = board
-        self._prefix = prefix
-        self._rank = rank
-        self._world_size = world_size
-
-    def set(self, key: str, value: bytes | str) -> None:
-        """Writes this member's entry of a round, or an entry that is of none."""
-        is_of_round = key.rpartition("/")[2] == str(self._rank)
-        self._board.set(f"{self._prefix}/{key}", value, self._world_size if is_of_round else 1)
-
-    def get(self, key: str) -> bytes:
-        """Returns a member's entry once it is there. Its errors are those of ``MemberStore.get``."""
-        return self._board.get(f"{self._prefix}/{key}")
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Returns when all entries are there. Its errors are those of `get`."""
-        self._board.wait([f"{self._prefix}/{key}" for key in keys])
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """Returns whether all entries are there already."""
-        return self._board.check([f"{self._prefix}/{key}" for key in keys])
-
-    def under(self, prefix: str) -> "RoundStore":
-        """Returns the group's part of the board below a prefix."""
-        return RoundStore(self._board, f"{self._prefix}/{prefix}", self._rank, self._world_size)
-
-    def tell(self, key: str, value: bytes) -> None:
-        """Says something under a key. All members hear it once all have."""
-        self.set(f"{key}/{self._rank}", value)
-
-    def tell_all(self, key: str, value: bytes) -> list[bytes]:
-        """Returns what all members say under a key, by rank, once they have."""
-        self.tell(key, value)
-        return [self.get(f"{key}/{rank}") for rank in range(self._world_size)]
-
-
 class StorePort:
     """Port of an executor's stores, which is kept until `close`, and closed while none of them is open.
 
@@ -465,31 +420,20 @@ def open_store(
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    with LISTENING:
-        listening = _bind(host, port)
-        try:
-            listening.listen(QUEUED_CONNECTIONS)
-        except OSError as error:
-            listening.close()
-            raise _cannot_listen(host, port, error) from error
+    listening = _bind(host, port)
+    try:
+        listening.listen(QUEUED_CONNECTIONS)
+    except OSError as error:
+        listening.close()
+        raise _cannot_listen(host, port, error) from error
     return listening
 
 
 def _bind(host: str, port: int) -> socket.socket:
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        bound = socket.socket(family, kind, protocol)
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # it may be kept, too
-            bound.bind(address)
-        except OSError:
-            bound.close()
-            raise
-    except (OSError, ValueError) as error:  # a name that can be none is a ValueError
+        return bind(host, port)
+    except (OSError, ValueError) as error:
         raise _cannot_listen(host, port, error) from error
-    return bound
 
 
 def _cannot_listen(host: str, port: int, error: Exception) -> OSError:

@@ -1,4 +1,4 @@
-"""Attacks by strangers at the other ports: executors, rendezvous store, gloo, probes, metrics."""
+"""Attacks by strangers at the other ports: executors, rendezvous store, members, probes, metrics."""
 
 import contextlib
 import os

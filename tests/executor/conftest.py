@@ -29,7 +29,6 @@ SLOW = (
     "model/test_hf_parity.py",
     "parallel/test_attention_tp.py",
     "parallel/test_communicators.py",
-    "parallel/test_gloo_sockets.py",
     "server/test_server_models.py",
 )
 

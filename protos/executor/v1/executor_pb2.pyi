@@ -98,7 +98,7 @@ class _DpPaddingModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DpPaddi
     DP_PADDING_MODE_MAX_LEN: _DpPaddingMode.ValueType  # 1
     """Pad every rank to the largest count, then all-gather."""
     DP_PADDING_MODE_SUM_LEN: _DpPaddingMode.ValueType  # 2
-    """Lay ranks end to end in a zeroed buffer, then all-reduce."""
+    """Lay ranks end to end; over NCCL, an all-reduce over zeros."""
 
 class DpPaddingMode(_DpPaddingMode, metaclass=_DpPaddingModeEnumTypeWrapper):
     """How ranks with unequal token counts gather hidden states for an MoE layer."""
@@ -108,7 +108,7 @@ DP_PADDING_MODE_UNSPECIFIED: DpPaddingMode.ValueType  # 0
 DP_PADDING_MODE_MAX_LEN: DpPaddingMode.ValueType  # 1
 """Pad every rank to the largest count, then all-gather."""
 DP_PADDING_MODE_SUM_LEN: DpPaddingMode.ValueType  # 2
-"""Lay ranks end to end in a zeroed buffer, then all-reduce."""
+"""Lay ranks end to end; over NCCL, an all-reduce over zeros."""
 Global___DpPaddingMode: _TypeAlias = DpPaddingMode  # noqa: Y015
 
 @_typing.final

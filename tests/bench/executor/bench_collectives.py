@@ -2,7 +2,7 @@
 
     python -m tests.bench.executor.bench_collectives [--batches 1,8] [--steps 600]
 
-Two processes of one thread each run the demo model as executors do, over gloo on loopback. A decode
+Two processes of one thread each run the demo model as executors do, over TCP on loopback. A decode
 step is shown by its lower quartile, since a neighbour that takes a core makes both ranks wait. CPU
 time, of all threads of a rank, leaves such waits out, and with them what a rank waits for the other.
 Neither router nor gRPC takes part, so a step here is shorter than any that a client sees.

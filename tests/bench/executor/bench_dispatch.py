@@ -1,4 +1,4 @@
-"""Times dispatch and combine of every dispatcher over gloo, executors taking the same turns.
+"""Times dispatch and combine of every dispatcher over TCP, executors taking the same turns.
 
     python -m tests.bench.executor.bench_dispatch [--world-sizes 2,4] [--rounds 100]
 

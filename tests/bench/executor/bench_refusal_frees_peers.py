@@ -3,7 +3,7 @@
     python -m tests.bench.executor.bench_refusal_frees_peers [--sizes 2,4] [--rounds 20]
 
 The router's ExecutorGroup and Scheduler, in this process, drive the demo model on that many executor
-processes over gloo on loopback. Each round forms the group, runs some steps of one sequence per
+processes over TCP on loopback. Each round forms the group, runs some steps of one sequence per
 executor, and sends one executor a step with a row that does not exist. By then the others run the
 same step and wait for it in a collective. All clocks are the machine's.
 

@@ -20,7 +20,8 @@ from executor.parallel.communicators import (
     words_of,
 )
 from executor.parallel.layout import DpLayout, DpPaddingMode, Place, Topology
-from executor.parallel.process_groups import EpochGroups, GlooGroup, add_up
+from executor.parallel.mesh import Mesh
+from executor.parallel.process_groups import EpochGroups, TcpGroup, add_up
 from tests.executor.support.ranks.ranks import join, run_ranks, topology_of
 
 WIDTH, VOCAB_SLICE, MAX_TOKENS, NUM_LOGITS = 6, 5, 8, 3
@@ -238,7 +239,7 @@ def test_executors_of_a_dp_rank_agree_on_logits_and_tokens(seen: list[dict[str, 
 def test_alone_nothing_moves():
     communicator, attn_tp = DpCommunicator.single(), AttnTpCommunicator.single()
     x, layout = rows_of(0, 3, torch.float32), DpLayout.single(3)
-    group: Any = GlooGroup(0, 1, None)
+    group = TcpGroup(0, 1, Mesh(0, {}, 1.0))
     attn_tp.join(EpochGroups(1, group, None, group))
     of_attn_tp = (attn_tp.shard, attn_tp.gather, attn_tp.scatter_sum)
     for move in (communicator.gather, communicator.scatter_sum, *of_attn_tp):
@@ -248,7 +249,8 @@ def test_alone_nothing_moves():
 
 
 def test_a_group_of_other_ranks_is_refused():
-    three, two = GlooGroup(0, 3, None), GlooGroup(1, 2, None)
+    nobody = Mesh(0, {}, 1.0)
+    three, two = TcpGroup(0, 3, nobody), TcpGroup(1, 2, nobody)
     with pytest.raises(
         ValueError, match="rank 0 of 3, but this executor was placed as rank 1 of 2"
     ):

@@ -18,7 +18,6 @@ from executor.parallel import rendezvous
 from executor.parallel.rendezvous import (
     MemberStore,
     RendezvousStore,
-    RoundStore,
     StoreLost,
     StorePort,
     open_store,
@@ -110,20 +109,15 @@ def test_what_a_member_writes_every_other_reads_also_those_that_come_later(membe
 
 def test_what_all_members_say_in_a_round_each_hears_when_all_have(member: Member):
     """Also when one says it twice, which counts once."""
-    boards = [member(), member()]
-    first, second = (
-        RoundStore(board, "host", rank, 2).under("0") for rank, board in enumerate(boards)
-    )
-    first.tell("ends", b"too early")
-    first.tell("ends", b"A")
-    boards[0].set("later", b"")
-    boards[1].wait(["later"])
-    assert not second.check(["ends/0"])
-    assert second.tell_all("ends", b"B") == [b"A", b"B"]
-    assert [first.get(f"ends/{rank}") for rank in range(2)] == [b"A", b"B"]
-    assert RoundStore(member(), "host", 0, 2).get("0/ends/1") == b"B"
-    first.set("leader", b"C")
-    assert second.get("leader") == b"C", "it is of no round"
+    first, second = member(), member()
+    first.set("host/address/0", b"too early", 2)
+    first.set("host/address/0", b"A", 2)
+    first.set("later", b"")
+    second.wait(["later"])
+    assert not second.check(["host/address/0"])
+    assert second.tell_all("host/address", b"B", 1, 2) == [b"A", b"B"]
+    assert [first.get(f"host/address/{rank}") for rank in range(2)] == [b"A", b"B"]
+    assert member().get("host/address/1") == b"B"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Collectives of a group of one executor over NCCL, as an epoch forms it: all that one GPU can show.
 
-A group of several runs the same calls. The stand-in's group is one over gloo.
+A group of several runs the same calls. The stand-in's group is one over TCP.
 """
 
 from collections.abc import Iterator

@@ -11,7 +11,7 @@ HOST, SECRET = "127.0.0.1", bytes(range(32))
 NUM_ROWS, WIDTH = 6, 64
 COLLECTIVES = (
     *("all_gather", "reduce_scatter", "reduce_scatter with counts", "all_reduce", "all_to_all"),
-    *("all_to_all with splits", "broadcast"),
+    *("all_to_all with splits", "broadcast", "all_gather_rows"),
 )
 
 
@@ -55,6 +55,8 @@ class Buffers:
         group.all_to_all(outs["all_to_all with splits"], self.x, counts, counts)
         outs["broadcast"].copy_(self.x)
         group.broadcast(outs["broadcast"], 0)
+        outs["all_gather_rows"].copy_(self.x)
+        group.all_gather_rows(outs["all_gather_rows"].view(torch.int32), counts)
 
     def fill(self, seed: int) -> None:
         x = torch.randn(self.x.shape, generator=torch.Generator().manual_seed(seed))

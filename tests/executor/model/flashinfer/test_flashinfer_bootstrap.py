@@ -1,6 +1,6 @@
 """If this fails, GPU executors never get to share memory, or write into memory of a dead peer.
 
-Every rank is a process, over gloo; the library's own code runs, without a GPU under it.
+Every rank is a process, over TCP; the library's own code runs, without a GPU under it.
 """
 
 import os

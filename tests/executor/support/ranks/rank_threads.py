@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, each with groups of its own over gloo."""
+"""Ranks as threads of one process, each with groups of its own over TCP."""
 
 import threading
 from collections.abc import Callable
@@ -8,8 +8,8 @@ from executor.parallel.layout import Topology
 from executor.parallel.process_groups import EpochGroups
 from tests.executor.support.ranks.ranks import TIMEOUT_S, join, topology_of
 
-# After which ranks that still wait for one that left have their groups closed: gloo may forget a rank
-# of which it had received part of a message. In service the router ends every stream of such a group.
+# After which ranks that still wait have their groups closed, as in service a router ends every stream of a
+# group that is lost: who waits for a rank that waits for another one sees no connection end.
 FREED_S = 20.0
 
 
@@ -23,8 +23,7 @@ def on_every_rank(
 ) -> list[Any]:
     """Returns what ``act`` gave on each rank, or the error it raised. Then the rank leaves.
 
-    All have joined before any acts: what ends the connections of one ends those that others of this
-    process opened meanwhile, which a rank that is still joining would miss.
+    All have joined before any acts.
     """
     results: list[Any] = [None] * len(places)
     joined: list[EpochGroups] = []

@@ -3,7 +3,6 @@
 import functools
 import multiprocessing
 from collections.abc import Callable
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from typing import Any
@@ -29,7 +28,6 @@ def be_patient() -> None:
     A router asks again where a busy peer came too late; nobody does here.
     """
     parallel.FORM_TIMEOUT_S = TIMEOUT_S
-    parallel.CONNECT_TIMEOUT = timedelta(seconds=TIMEOUT_S)
 
 
 def topology_of(rank: int, dp_size: int, attn_tp_size: int) -> Topology:

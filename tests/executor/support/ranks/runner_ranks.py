@@ -152,7 +152,7 @@ class RecordedGroup:
     def __init__(self, group: RankGroup, backends: Sequence[RecordingBackend]) -> None:
         self.rank = group.rank
         self.world_size = group.world_size
-        for name in ("all_gather", "all_reduce", "all_to_all", "reduce_scatter"):
+        for name in ("all_gather", "all_gather_rows", "all_to_all", "reduce_scatter"):
             setattr(self, name, self._as_kernel(getattr(group, name), backends))
         self._group = group
         self._is_closed = False
@@ -165,7 +165,7 @@ class RecordedGroup:
         self, launch: Callable[..., None], backends: Sequence[RecordingBackend]
     ) -> Callable[..., None]:
         def checked(*tensors: torch.Tensor) -> None:
-            # gloo would still answer, if all ranks call the closed group alike.
+            # A group might still answer, if all ranks call the closed one alike.
             assert not self._is_closed, "a graph of an earlier group is replayed"
             launch(*tensors)
 
