@@ -83,9 +83,7 @@ class RowTokens:
 
     def add_runs(self, rows: Rows, tokens: Int32Array, counts: Int32Array) -> None:
         """Adds several tokens to each of some rows, end to end; `keep` counts them."""
-        if self._num_recent:
-            self.settle(np.arange(len(self._starts)))
-            self._num_recent = 0
+        self.settle_all()
         starts = self._starts.take(rows) + self._num_tokens.take(rows)
         self._flat[spread(starts, counts)] = tokens
 
@@ -98,10 +96,12 @@ class RowTokens:
     def of(self, row: int) -> Int32Array:
         """Returns a row's tokens; no copy."""
         end = int(self._num_tokens[row])
+        tokens: Int32Array = self._rows[row, :end]
+        if not self._num_recent:
+            return tokens
         recent = np.concatenate([part[:, row] for part in self._last_columns()])
         recent = recent[recent != NO_TOKEN]
-        self._rows[row, end - len(recent) : end] = recent
-        tokens: Int32Array = self._rows[row, :end]
+        tokens[end - len(recent) :] = recent
         return tokens
 
     def copies(self, rows: Rows) -> list[Int32Array]:
@@ -134,6 +134,12 @@ class RowTokens:
         num_left = has_token[::-1].cumsum(axis=0)[::-1]  # of the row, from this column on
         places = self._starts.take(rows) + self._num_tokens.take(rows) - num_left
         self._flat[places[has_token]] = columns[has_token]
+
+    def settle_all(self) -> None:
+        """Writes all recent tokens to where they belong."""
+        if self._num_recent:
+            self.settle(np.arange(len(self._starts)))
+            self._num_recent = 0
 
     def _last_columns(self) -> list[Int32Array]:
         """Returns the columns that have tokens, the earliest first, in one part or two."""

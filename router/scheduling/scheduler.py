@@ -217,9 +217,7 @@ class Scheduler:
         for row in self.table.live_rows().tolist():
             self._line.give_back(self.table.bound(row))
             self.table.bound(row).progress.gave_way = False
-        for sequence in self.table.sequences:
-            if sequence is not None:
-                self._send_back(sequence)
+        self._send_back([each for each in self.table.sequences if each is not None])
 
     def num_left_tokens(self, sequence: Sequence) -> int:
         """Returns prompt tokens that bound sequences and a new one, whose prefix is cached, have to run."""
@@ -286,12 +284,15 @@ class Scheduler:
             self.table.status[row] = RowStatus.ENDED
             self._on_end(sequence)
 
-    def _send_back(self, sequence: Sequence) -> None:
-        sequence.progress.last_token_time = self._gaps.leave(sequence.row)
-        self.table.detach([sequence])
-        if sequence.needs_prompt_logprobs:
-            sequence.prompt_logprobs.clear()  # it starts over
-        self._waiting.push(sequence)
+    def _send_back(self, sequences: list[Sequence]) -> None:
+        if not sequences:
+            return
+        self.table.detach(sequences)
+        for sequence in sequences:
+            sequence.progress.last_token_time = self._gaps.leave(sequence.row)
+            if sequence.needs_prompt_logprobs:
+                sequence.prompt_logprobs.clear()  # it starts over
+            self._waiting.push(sequence)
 
     def _free_left_rows(self) -> None:
         """Frees the rows that are leaving and that no step in flight runs, with their blocks."""
@@ -306,7 +307,6 @@ class Scheduler:
             return
         self._leaving = leaving[~is_left].tolist()
         self._blocks.release(left)
-        for row in left:
-            if (sequence := table.sequences[row]) is not None:  # it was preempted
-                self._send_back(sequence)
+        bound = (table.sequences[row] for row in left)
+        self._send_back([each for each in bound if each is not None])  # they were preempted
         table.free_rows(left)

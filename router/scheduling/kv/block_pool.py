@@ -92,6 +92,8 @@ class BlockPool:
 
     def num_unused(self, block_ids: BlockIds) -> int:
         """How many of these blocks `share` would take out of `num_available`."""
+        if not len(block_ids):
+            return 0
         return len(block_ids) - int(np.count_nonzero(self._ref_counts[block_ids]))
 
     def acquire(self, count: int) -> BlockIds:

@@ -230,21 +230,25 @@ class RowBlocks:
     # ---- giving them up
 
     def release(self, rows: list[int]) -> None:
-        """Names the rows' full blocks and drops their references to all of their blocks.
+        """Names the rows' full blocks and drops their references to all of their blocks."""
+        for row in rows:
+            if self._table.sequences[row] is not None:  # else it was named when it ended
+                self.name(row)
+        self.drop(rows)
+
+    def drop(self, rows: list[int]) -> None:
+        """Drops the rows' references, without a name more than there are.
 
         Of a prefix's blocks, the last is to be evicted first: without its predecessors it is worth
         nothing, without its successors all the same. And the window's last of all: they are few, and
         without them the others are worth nothing.
         """
         table = self._table
-        for row in rows:
-            if table.sequences[row] is not None:  # else it was named when it ended
-                self.name(row)
         if len(rows) <= FEW_ROWS and not table.has_windows:
             for row in sorted(rows):
-                self.drop(row)
+                self.pools[table.rank_of(row)].release(table.blocks_of(row))
             return
-        backwards = np.array(sorted(rows, reverse=True))
+        backwards = np.array(sorted(rows, reverse=True), dtype=np.int64)
         num_blocks, ranks = table.num_blocks.take(backwards), backwards // table.rows_per_rank
         counts = np.bincount(ranks, num_blocks, table.dp_size).astype(np.int64)
         places = spread(table.block_starts.take(backwards), num_blocks)[::-1]
@@ -252,13 +256,6 @@ class RowBlocks:
         if table.has_windows:
             for row in rows:
                 self.pools[table.rank_of(row)].release(table.window_blocks_of(row))
-
-    def drop(self, row: int) -> None:
-        """Drops the row's references, without a name more than there are."""
-        pool = self.pools[self._table.rank_of(row)]
-        pool.release(self._table.blocks_of(row))
-        if self._table.has_windows:
-            pool.release(self._table.window_blocks_of(row))
 
     def give_back(self, plan: StepPlan, has_token: Mask) -> None:
         """Drops the references to windows' blocks that no step reads any more, now that one is back.

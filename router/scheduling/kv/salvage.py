@@ -19,6 +19,7 @@ from itertools import pairwise
 import numpy as np
 
 from router.requests.request import Int32Array
+from router.scheduling.columns import Mask, Rows, spread
 from router.scheduling.kv.prefix_cache import PrefixCache
 from router.scheduling.kv.row_blocks import RowBlocks
 from router.scheduling.sequence_table import RowStatus, SequenceTable
@@ -44,32 +45,43 @@ def salvage(
     """
     num_computed = num_committed(table, lost)
     bound = np.flatnonzero(table.status != RowStatus.FREE)
+    is_lost = np.any([plan.runs for plan in lost], axis=0) if lost else table.status < 0
+    table.tokens.settle_all()
     for cache, (start, end) in zip(caches, pairwise(table.cuts_of(bound)), strict=True):
-        rows = bound[start:end].tolist()
-        is_void = np.zeros(cache.pool.num_blocks, dtype=np.bool_)
-        for row in rows:
-            if any(plan.runs[row] for plan in lost):
-                first = int(num_computed[row]) // table.block_size
-                is_void[table.blocks_of(row)[first:]] = True
-                is_void[
-                    table.window_blocks_of(row)[max(0, first - table.num_past_blocks[row]) :]
-                ] = True
+        rows = bound[start:end]
+        is_void = _written_blocks(table, rows[is_lost[rows]], num_computed, cache.pool.num_blocks)
         cache.unname(is_void)
-        for row in rows:
-            full = table.blocks_of(row)[: num_computed[row] // table.block_size]
-            is_gone = is_void[full]
+        for row in rows.tolist():
+            num_full = int(num_computed[row]) // table.block_size
+            is_gone = is_void.take(table.block_table[row, :num_full])
             if table.has_windows:  # its blocks may be of another row than those of all layers
                 past = table.num_past_blocks[row]
-                is_gone[past:] |= is_void[table.window_block_table[row, past : len(full)]]
-            void_at = np.flatnonzero(is_gone)
-            if len(void_at):  # found in the cache, while the step that writes it was in flight
-                num_computed[row] = void_at[0] * table.block_size
-                full = full[: void_at[0]]
+                is_gone[past:] |= is_void[table.window_block_table[row, past:num_full]]
+            if np.count_nonzero(
+                is_gone
+            ):  # found in the cache, as the step that writes it was in flight
+                num_full = int(is_gone.argmax())
+                num_computed[row] = num_full * table.block_size
             if table.sequences[row] is not None:
-                blocks.name_missing(row, len(full))
+                blocks.name_missing(row, num_full)
                 blocks.name_part(row, int(num_computed[row]))
-            blocks.drop(row)
+    blocks.drop(bound.tolist())
     return num_computed
+
+
+def _written_blocks(
+    table: SequenceTable, rows: Rows, num_computed: Int32Array, num_blocks: int
+) -> Mask:
+    """Returns bool [num_blocks], the blocks of a rank's rows that steps beyond what is computed write."""
+    is_written = np.zeros(num_blocks, dtype=np.bool_)
+    first, end = num_computed.take(rows) // table.block_size, table.num_blocks.take(rows)
+    places = spread(table.block_starts.take(rows) + first, end - first)
+    is_written[table.flat_blocks.take(places)] = True
+    if table.has_windows:
+        first = np.maximum(first, table.num_past_blocks.take(rows))
+        places = spread(table.block_starts.take(rows) + first, end - first)
+        is_written[table.flat_window_blocks.take(places)] = True
+    return is_written
 
 
 def num_committed(table: SequenceTable, lost: SequenceOf[StepPlan]) -> Int32Array:

@@ -120,6 +120,8 @@ class RankLoads:
         """
         block_size, costs, weight = self._shape.block_size, self._costs, 1
         self.is_stuck = False
+        if home is not None and self._has_room(home, num_tokens, found):
+            return home
         if is_interrupted or turn < self._last_turn:
             weight = INTERRUPTED if is_interrupted else 1
             behind = self._num_left_behind(turn)
@@ -130,8 +132,8 @@ class RankLoads:
             costs = costs.copy()
             for rank, prefix in found.items():
                 costs[rank] -= weight * len(prefix.blocks) * block_size
-        best = int(costs.argmin()) if home is None else home
-        if (home is not None or costs[best] < math.inf) and self._has_room(best, num_tokens, found):
+        best = int(costs.argmin())
+        if home is None and costs[best] < math.inf and self._has_room(best, num_tokens, found):
             return best
         has_room = self._rooms() >= self._num_missing(num_tokens, 0)
         for rank in found:
