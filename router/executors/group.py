@@ -347,7 +347,9 @@ class ExecutorGroup:
             return decode_step(responses[:: self._num_peers], step.plan, self._vocab_size)
         except WrongAnswer as error:
             member = self._members[error.rank * self._num_peers]
-            raise self._leave_out(member, f"answered step {step.step_id} with {error}") from error
+            raise self._leave_out(
+                member, f"answered step {step.step_id} wrongly: {error}"
+            ) from error
 
     def _check_answers(self, responses: Sequence[pb.StepResponse], step: InFlight) -> None:
         """Checks that all ran the agreement that was sent, and attention-TP peers the same part.

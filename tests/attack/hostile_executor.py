@@ -139,6 +139,7 @@ class HostileExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         told.CopyFrom(self._honest)
         told.coordinates.CopyFrom(pb.Coordinates(dp_size=1, attn_tp_size=1, ep_size=1))
         told.instance_id = self._instance
+        told.ClearField("driver")  # who drives the honest one drives no group of this one
         self._lie.describes(told)
         self.num_told += self._lie.describes is not nothing
         return told

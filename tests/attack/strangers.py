@@ -143,8 +143,11 @@ def _forming_s(target: Target, num_strangers: int) -> tuple[float, int]:
             os.kill(target.pids[-1], signal.SIGCONT)
         begun = time.monotonic()
         while _num_logged(target, READY) == num_ready and time.monotonic() < begun + LIMIT_S:
-            meet()  # the store, and what members listen on, are there only now
-            time.sleep(0.002)
+            # The store, and what members listen on, are there only now, and for as long as one is slow.
+            os.kill(target.pids[-1], signal.SIGSTOP)
+            meet()
+            os.kill(target.pids[-1], signal.SIGCONT)
+            time.sleep(0.0005)
         return time.monotonic() - begun, num_met
 
 
