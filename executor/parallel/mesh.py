@@ -296,12 +296,12 @@ class _Forming:
         for peer in range(self._place.rank):
             self._call(peer)
         while len(self.connected) < self._place.world_size - 1:
-            ready = self._selector.select(max(0.0, deadline - time.monotonic()))
-            if not ready and time.monotonic() >= deadline:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:  # also while strangers go on calling
                 others = set(range(self._place.world_size)) - {self._place.rank, *self.connected}
                 ranks = ", ".join(map(str, sorted(others)))
                 raise TimeoutError(f"no connection to rank {ranks} in time")
-            for key, _ in ready:
+            for key, _ in self._selector.select(left_s):
                 if key.fileobj is self._listening:
                     self._accept()
                 elif key.data in self._calls:  # else it has ended since

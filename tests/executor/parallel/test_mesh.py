@@ -228,6 +228,24 @@ def test_any_number_of_silent_strangers_leave_room_for_members(
     assert beset
 
 
+def test_strangers_that_go_on_calling_keep_no_member_beyond_its_time(
+    cleanup: ExitStack,
+    stranger: Callable[[Address], socket.socket],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    members, accept = Members(2, cleanup), parallel._Forming._accept
+    calls = [stranger(members.addresses[0])]
+
+    def accept_and_be_called(forming: parallel._Forming) -> None:
+        accept(forming)
+        if len(calls) < 100:  # else a failure would not end
+            calls.append(stranger(members.addresses[0]))
+
+    monkeypatch.setattr(parallel._Forming, "_accept", accept_and_be_called)
+    assert str(members.connect(0, timeout_s=0)) == "no connection to rank 1 in time"
+    assert len(calls) < 100
+
+
 def test_a_member_says_who_did_not_come_and_who_is_gone(cleanup: ExitStack):
     members = Members(4, cleanup)
     members.listening[0].close()
