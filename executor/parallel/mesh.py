@@ -341,8 +341,10 @@ class _Forming:
         for _ in range(ARRIVALS_AT_ONCE):
             try:
                 connection, _ = self._listening.accept()
-            except OSError:  # there are no more
-                return
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    raise
+                return  # there are no more
             connection.setblocking(False)
             call = _Call(connection, None)
             self._calls[call] = None

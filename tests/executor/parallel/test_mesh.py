@@ -3,12 +3,14 @@
 Each rank is a thread here, and a stranger is this process.
 """
 
+import errno
 import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import pytest
 
@@ -255,6 +257,22 @@ def test_a_member_says_who_did_not_come_and_who_is_gone(cleanup: ExitStack):
     members = Members(4, cleanup)
     error = members.connect(1, timeout_s=0.05)
     assert str(error) == "no connection to rank 0, 2, 3 in time"
+
+
+class Full(socket.socket):
+    """Listens in a process that may open no more files."""
+
+    def accept(self) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def test_a_member_that_can_open_no_more_files_says_so_and_not_that_others_did_not_come(
+    cleanup: ExitStack, stranger: Callable[[Address], socket.socket]
+):
+    members = Members(2, cleanup)
+    stranger(members.addresses[0])
+    members.listening[0] = Full(fileno=members.listening[0].detach())
+    assert "Too many open files" in str(members.connect(0, timeout_s=0.3))
 
 
 def test_a_peer_that_does_not_answer_in_time_is_lost_and_with_it_the_group(cleanup: ExitStack):
