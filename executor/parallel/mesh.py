@@ -40,6 +40,7 @@ ARRIVALS_AT_ONCE = 16
 QUEUED_CONNECTIONS = 4096  # in the kernel
 RETRY_DELAY_S = 0.002
 WAITS_S = 0.1  # in one exchange, after which a thread says that it waits
+MAX_TIMEOUT_S = 1e6  # more milliseconds than that do not fit into what the kernel is given
 
 
 class Mesh:
@@ -58,7 +59,7 @@ class Mesh:
         # Each begins behind itself, so that not all wait for the same one.
         ring = [(rank + step) % world_size for step in range(1, world_size)]
         self._peers = [(peer, connections[peer]) for peer in ring]
-        self._timeout_s = timeout_s
+        self._timeout_s = min(timeout_s, MAX_TIMEOUT_S)
         self._exchanging = threading.Lock()
         self._is_closed = False
         self._begun: float | None = None  # of the exchange that runs

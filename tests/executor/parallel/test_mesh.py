@@ -292,3 +292,20 @@ def test_a_peer_that_does_not_answer_in_time_is_lost_and_with_it_the_group(clean
     many = [memoryview(bytes(2**24))] * 2
     with pytest.raises(PeerLost, match="another executor left the group"):
         other.exchange(many, place)
+
+
+def test_members_that_wait_for_years_exchange_messages_of_many_parts(cleanup: ExitStack):
+    formed = [
+        Mesh(rank, dict(each._peers), 1e9)
+        for rank, each in enumerate(Members(2, cleanup).connect_all())
+    ]
+    size = 2**24
+    received = [memoryview(bytearray(size)) for _ in formed]
+
+    def exchange(rank: int) -> None:
+        sent = memoryview(bytes((rank + 1,)) * size)
+        formed[rank].exchange([sent] * 2, [received[rank]] * 2)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(exchange, range(2)))
+    assert [set(each) for each in received] == [{2}, {1}]
