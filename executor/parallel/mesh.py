@@ -135,7 +135,7 @@ class Mesh:
     ) -> None:
         """Sends and receives in turns, since peers may have to receive before they send on."""
         awaited = {connection: received[peer] for peer, connection in self._peers if received[peer]}
-        with selectors.DefaultSelector() as selector:
+        with selectors.PollSelector() as selector:  # which takes no descriptor of this process
             for _, connection in self._peers:
                 if events := _events(connection, unsent, awaited):
                     selector.register(connection, events, connection)

@@ -5,6 +5,7 @@ Each rank is a thread here, and a stranger is this process.
 
 import errno
 import os
+import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -294,11 +295,8 @@ def test_a_peer_that_does_not_answer_in_time_is_lost_and_with_it_the_group(clean
         other.exchange(many, place)
 
 
-def test_members_that_wait_for_years_exchange_messages_of_many_parts(cleanup: ExitStack):
-    formed = [
-        Mesh(rank, dict(each._peers), 1e9)
-        for rank, each in enumerate(Members(2, cleanup).connect_all())
-    ]
+def exchange_parts(formed: Sequence[Mesh]) -> None:
+    """Exchanges messages of two ranks that are longer than what the kernel holds."""
     size = 2**24
     received = [memoryview(bytearray(size)) for _ in formed]
 
@@ -309,3 +307,17 @@ def test_members_that_wait_for_years_exchange_messages_of_many_parts(cleanup: Ex
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(exchange, range(2)))
     assert [set(each) for each in received] == [{2}, {1}]
+
+
+def test_members_that_wait_for_years_exchange_messages_of_many_parts(cleanup: ExitStack):
+    formed = Members(2, cleanup).connect_all()
+    exchange_parts([Mesh(rank, dict(each._peers), 1e9) for rank, each in enumerate(formed)])
+
+
+def test_members_that_may_open_no_more_files_exchange_messages_of_many_parts(cleanup: ExitStack):
+    """Strangers that call other ports of a process may use them up."""
+    formed = Members(2, cleanup).connect_all()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    cleanup.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    exchange_parts(formed)
