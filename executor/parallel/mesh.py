@@ -62,6 +62,7 @@ class Mesh:
         self._timeout_s = min(timeout_s, MAX_TIMEOUT_S)
         self._exchanging = threading.Lock()
         self._is_closed = False
+        self._problem = ""  # of the exchange that failed: what it left unread is of no later one
         self._begun: float | None = None  # of the exchange that runs
         timeout = _TIMEOUT.pack(int(timeout_s), int(timeout_s % 1 * 1e6))
         for _, connection in self._peers:
@@ -87,13 +88,15 @@ class Mesh:
         with self._exchanging:
             if self._is_closed:
                 raise PeerLost("this executor has left the group")
+            if self._problem:
+                raise PeerLost(self._problem)
             self._begun = time.monotonic()
             try:
                 self._exchange(sent, received)
             except OSError as error:
-                has_left = self._is_closed
-                self._shut_down()  # what is in the connections belongs to no later exchange
-                raise PeerLost(self._problem(error, has_left=has_left)) from error
+                self._problem = self._problem_of(error)
+                self._shut_down()
+                raise PeerLost(self._problem) from error
             finally:
                 self._begun = None
 
@@ -110,8 +113,8 @@ class Mesh:
             with suppress(OSError):  # it has ended
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def _problem(self, error: OSError, *, has_left: bool) -> str:
-        if has_left:
+    def _problem_of(self, error: OSError) -> str:
+        if self._is_closed:
             return "this executor has left the group"
         if isinstance(error, BlockingIOError | TimeoutError):
             return f"another executor has not answered within {self._timeout_s:g} s"
