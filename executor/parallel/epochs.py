@@ -9,9 +9,9 @@ Any thread may call an attempt off:
 
 PyTorch's stores and groups wait for peers, and nothing ends all of these waits: a peer that has not
 called yet has no connection that could be ended. So another thread waits, and an attempt that is
-called off leaves it behind. It ends with the store of its epoch, which goes when the next one is
-opened, or when its time to form is over, and closes what has formed by then. NCCL has no such time:
-a peer that is lost while NCCL connects costs that thread.
+called off leaves it behind. It ends when its time to form is over; until it has all members' addresses
+also with the store of its epoch, which goes when the next one is opened. It closes what has formed by
+then. NCCL has no such time: a peer that is lost while NCCL connects costs that thread.
 """
 
 from collections.abc import Callable
