@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -63,6 +63,14 @@ class Members:
                 threads.map(self.connect, range(self.world_size) if ranks is None else ranks)
             )
         return [each for each in found if isinstance(each, Mesh)]
+
+    def connect_beside(self, rank: int, others: Sequence[int], timeout_s: float) -> Mesh | OSError:
+        """Returns what `connect` does, while others connect, too."""
+        with ThreadPoolExecutor(1 + len(others)) as threads:
+            found = threads.submit(self.connect, rank, timeout_s=timeout_s)
+            for other in others:
+                threads.submit(self.connect, other, timeout_s=timeout_s)
+            return found.result()
 
 
 @pytest.fixture
@@ -130,11 +138,9 @@ def test_strangers_are_not_let_in_and_hear_a_number_at_most(
 def heard(call: socket.socket) -> bytes:
     """Returns all that is received until the connection ends."""
     data = b""
-    try:
+    with suppress(ConnectionResetError):
         while received := call.recv(1000):
             data += received
-    except ConnectionResetError:
-        pass
     return data
 
 
@@ -144,10 +150,11 @@ def overhearing(address: Address) -> Iterator[tuple[Address, list[bytearray]]]:
     said = [bytearray(), bytearray()]
 
     def pass_on(source: socket.socket, target: socket.socket, log: bytearray) -> None:
-        while data := source.recv(1000):
-            log += data
-            target.sendall(data)
-        target.shutdown(socket.SHUT_WR)
+        with suppress(OSError):  # who is refused may reset the connection
+            while data := source.recv(1000):
+                log += data
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
 
     def run() -> None:
         caller, _ = listening.accept()
@@ -196,6 +203,17 @@ def test_what_was_overheard_lets_nobody_in(
     thread.join()
     assert "rank 0 at 127.0.0.1, port" in str(error)
     assert "does not know the epoch's secret" in str(error)
+
+
+def test_what_a_member_shows_one_rank_is_worth_nothing_to_another(cleanup: ExitStack):
+    """A stranger at the address of rank 1 passes on to rank 0 what rank 2 says, and all that comes back."""
+    members = Members(3, cleanup)
+    right = members.addresses
+    with overhearing(right[0]) as (wrong, _):
+        members.addresses = [right[0], wrong, right[2]]
+        found = members.connect_beside(2, [0], timeout_s=0.3)
+        cleanup.close()
+    assert "rank 1" in str(found)
 
 
 def test_a_member_with_another_secret_is_not_let_in(cleanup: ExitStack):
