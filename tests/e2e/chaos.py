@@ -10,6 +10,7 @@ import asyncio
 import random
 import tempfile
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ NUM_TOKENS = 120
 MEAN_PAUSE_S = 1.0  # between two faults
 BEGIN_S = 0.03  # from one stream's begin to the next one's: callers do not come all at once
 HANG_S = (1.0, 4.0)  # some hangs are over before anybody minds
+MAX_WAITS = 1 << 14  # that are kept, of all callers: some seconds' worth
 
 GREEDY: Options = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": True}
 SAMPLED: Options = {
@@ -65,7 +67,7 @@ class Report:
         wrong: Streams that did not, as people read them.
         gaps_s: Longest time that a caller waited for a token: before the first fault, and from each
             fault to the next.
-        between_s: The same of tokens that others of their answer came before.
+        waits: When the last ones began and ended, in seconds since the epoch.
         recoveries_s: From each loss of a group until it was ready again.
         groups: As they were at the end.
     """
@@ -74,7 +76,7 @@ class Report:
     num_streams: int = 0
     wrong: list[str] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=lambda: [0.0])
-    between_s: list[float] = field(default_factory=lambda: [0.0])
+    waits: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MAX_WAITS))
     recoveries_s: list[float] = field(default_factory=list)
     groups: list[GroupStatus] = field(default_factory=list)
 
@@ -86,13 +88,16 @@ class Report:
     def begin(self) -> None:
         """Counts gaps anew."""
         self.gaps_s.append(0.0)
-        self.between_s.append(0.0)
 
-    def note_gap(self, gap_s: float, *, is_first: bool) -> None:
-        """Notes how long a caller waited for a token, the first of an answer or another."""
+    def note_gap(self, gap_s: float) -> None:
+        """Notes how long a caller has just waited for a token, the first of an answer or another."""
         self.gaps_s[-1] = max(self.gaps_s[-1], gap_s)
-        if not is_first:
-            self.between_s[-1] = max(self.between_s[-1], gap_s)
+        now = time.time()
+        self.waits.append((now - gap_s, now))
+
+    def gap_at_s(self, moment: float) -> float:
+        """Returns the longest wait of those that a moment lies in, in seconds since the epoch."""
+        return max((end - begin for begin, end in self.waits if begin < moment < end), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -184,7 +189,7 @@ async def _ask_on(
         try:
             async for delta in asker.generate(ask.prompt, **ask.options):
                 last, before = time.monotonic(), last
-                report.note_gap(last - before, is_first=not tokens)
+                report.note_gap(last - before)
                 tokens += delta.logprobs
         except CallFailed as error:
             report.wrong.append(str(error))
