@@ -211,6 +211,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         # Set where no step runs, as a join has just ended; but an epoch ends at once, also while
         # the compute thread waits.
         self._epoch: int | None = None  # None while in no group
+        self._driven_epoch: int | None = None  # that a Step stream was opened in
         self._next_step_id = 1
 
     # Life of the process
@@ -276,8 +277,9 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
 
     @property
     def is_driven(self) -> bool:
-        """Whether a router holds a Step stream here."""
-        return self._stream is not None
+        """Whether a router holds a Step stream here, or is about to open one for an epoch that was joined."""
+        is_awaited = self._epoch is not None and self._epoch != self._driven_epoch
+        return self._stream is not None or is_awaited
 
     @property
     def epoch(self) -> int | None:
@@ -424,7 +426,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
                 worker = self._loaded_worker()
                 if self._stream is not None and not self._stream.has_ended:
                     raise StreamHeld("another stream drives this executor")
-                self._stream = stream
+                self._stream, self._driven_epoch = stream, self._epoch
                 self._lease.note_steps(is_open=True)
                 stream.epoch = self._epoch if _leaves(worker) else None
                 await self._answer(stream, requests, worker, context)

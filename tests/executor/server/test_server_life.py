@@ -70,6 +70,24 @@ async def test_a_router_hears_that_its_executor_stops_before_the_group_does(memb
     assert was_told == [True]
 
 
+async def test_an_executor_that_has_just_joined_counts_as_driven_until_its_router_has_come_and_gone(
+    fake: Any,
+):
+    """One that is told to stop then answers the stream that comes, which would end without a reason."""
+    worker, client = fake
+    assert not worker.servicer.is_driven
+    await client.join(1)
+    assert worker.servicer.is_driven
+    call = client.executor.Step()
+    await call.write(request(1, 1))
+    await until(lambda: len(worker.begun) == 1)
+    call.cancel()
+    await until(lambda: not worker.servicer.is_driven)
+    await client.join(2)
+    await worker.servicer.stop()
+    assert await reason_of(client.executor.Step()) == "SHUTTING_DOWN"
+
+
 async def test_an_executor_whose_step_outlives_its_stream_for_long_is_stuck(
     fake: Any, monkeypatch: pytest.MonkeyPatch
 ):
