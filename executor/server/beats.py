@@ -19,9 +19,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Beats:
-    """Beats of this process on every open Attend call.
+    """Beats of this process on every open Attend call, from when it has loaded until it stops.
 
-    The router that drives the epoch takes answers of steps for beats, so it gets none while it gets them.
+    A call that comes before waits: its first beat says at once that the executor is there. The router that
+    drives the epoch takes answers of steps for beats, so it gets none while it gets them.
 
     Args:
         beat: Returns what to say now; how late it is, is filled in, and who drives and stands by.
@@ -37,7 +38,12 @@ class Beats:
         self._late_s = late_s
         self._routers: list[_Router] = []  # one for each call
         self._answered_epoch, self._answer_time = 0, 0.0
-        self._has_ended = False
+        self._has_begun = self._has_ended = False
+
+    def begin(self) -> None:
+        """Lets beats go out."""
+        self._has_begun = True
+        self.beat_now()
 
     async def attend(self, requests: AsyncIterator[pb.AttendRequest], context: Context) -> None:
         """Beats until the router ends the call, or until `end`."""
@@ -45,8 +51,10 @@ class Beats:
         reader = asyncio.create_task(self._read(requests, router, context))
         reader.add_done_callback(lambda _: router.wake_up())
         self._routers.append(router)
-        due = loop.time()
         try:
+            while not (self._has_begun or self._has_ended or reader.done()):
+                await router.wait_for_news()
+            due = loop.time()
             while not (self._has_ended or reader.done()):
                 router.has_news = False
                 late_s = max(0.0, loop.time() - due)
@@ -125,9 +133,12 @@ class _Router:
         self.has_news = True
         self._wake.set()
 
+    async def wait_for_news(self) -> None:
+        await self._wake.wait()
+        self._wake.clear()
+
     async def wait_until(self, time_s: float) -> None:
         """Waits until a time on the event loop's clock, or until there is news."""
         timer = asyncio.get_running_loop().call_at(time_s, self._wake.set)
-        await self._wake.wait()
-        self._wake.clear()
+        await self.wait_for_news()
         timer.cancel()

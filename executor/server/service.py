@@ -254,6 +254,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self._description.store_address = self._store_address
         self._description.agreement_digest = agreement_digest(dict(self._description.agreement))
         self._publish_readiness()
+        self._beats.begin()
 
     async def stop(self) -> None:
         """Finishes the step in flight, tells the router, and then leaves the group.
@@ -373,7 +374,6 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self, requests: AsyncIterator[pb.AttendRequest], context: Context
     ) -> None:
         async with abort_on_error(context):
-            self._loaded_worker()
             await self._beats.attend(requests, context)
             self._loaded_worker()  # says so if this process stops
 

@@ -33,9 +33,9 @@ column costs about 1 us to read, a message per sequence 300 times that
 (tests/bench/router/bench_wire.py). A column of another type says so.
 
 Errors carry a google.rpc.ErrorInfo with domain "lockstep.internal" and one of the reasons below.
-Every method may also end with UNAVAILABLE: NOT_LOADED while the model loads, SHUTTING_DOWN when
-the executor was told to stop; with INVALID_ARGUMENT: MALFORMED_MESSAGE where the bytes that came
-are no message of its; and where a port's limits are passed (protos/README.md), with
+Every method may also end with UNAVAILABLE: NOT_LOADED while the model loads, for which Attend waits, and
+SHUTTING_DOWN when the executor was told to stop; with INVALID_ARGUMENT: MALFORMED_MESSAGE where the
+bytes that came are no message of its; and where a port's limits are passed (protos/README.md), with
 RESOURCE_EXHAUSTED: TOO_MANY_CALLS, or DEADLINE_EXCEEDED: FIRST_MESSAGE_LATE, but for Step.
 """
 

@@ -151,10 +151,11 @@ class ExecutorServiceServicer:
 
     def Attend(self, request_iterator, context):
         """Tells each side that the other is alive: both send a beat at once and then every 100 ms, whether or
-        not the executor is in a group, until one of them ends the stream. Any number may be open. Between
-        an executor and the router that drives its epoch, a step or an answer counts as a beat: once beats
-        have told the epoch, each side may leave out those that are due within 100 ms of one. An executor
-        that has no such method is watched by pings and by the deadlines of steps.
+        not the executor is in a group, until one of them ends the stream. While its model loads an executor
+        sends none: its first beat says that this is done. Any number may be open. Between an executor and
+        the router that drives its epoch, a step or an answer counts as a beat: once beats have told the
+        epoch, each side may leave out those that are due within 100 ms of one. An executor that has no such
+        method is watched by pings and by the deadlines of steps.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -33,9 +33,9 @@ column costs about 1 us to read, a message per sequence 300 times that
 (tests/bench/router/bench_wire.py). A column of another type says so.
 
 Errors carry a google.rpc.ErrorInfo with domain "lockstep.internal" and one of the reasons below.
-Every method may also end with UNAVAILABLE: NOT_LOADED while the model loads, SHUTTING_DOWN when
-the executor was told to stop; with INVALID_ARGUMENT: MALFORMED_MESSAGE where the bytes that came
-are no message of its; and where a port's limits are passed (protos/README.md), with
+Every method may also end with UNAVAILABLE: NOT_LOADED while the model loads, for which Attend waits, and
+SHUTTING_DOWN when the executor was told to stop; with INVALID_ARGUMENT: MALFORMED_MESSAGE where the
+bytes that came are no message of its; and where a port's limits are passed (protos/README.md), with
 RESOURCE_EXHAUSTED: TOO_MANY_CALLS, or DEADLINE_EXCEEDED: FIRST_MESSAGE_LATE, but for Step.
 """
 
@@ -131,10 +131,11 @@ class ExecutorServiceStub:
     """
     Attend: _grpc.StreamStreamMultiCallable[_executor_pb2.AttendRequest, _executor_pb2.AttendResponse]
     """Tells each side that the other is alive: both send a beat at once and then every 100 ms, whether or
-    not the executor is in a group, until one of them ends the stream. Any number may be open. Between
-    an executor and the router that drives its epoch, a step or an answer counts as a beat: once beats
-    have told the epoch, each side may leave out those that are due within 100 ms of one. An executor
-    that has no such method is watched by pings and by the deadlines of steps.
+    not the executor is in a group, until one of them ends the stream. While its model loads an executor
+    sends none: its first beat says that this is done. Any number may be open. Between an executor and
+    the router that drives its epoch, a step or an answer counts as a beat: once beats have told the
+    epoch, each side may leave out those that are due within 100 ms of one. An executor that has no such
+    method is watched by pings and by the deadlines of steps.
     """
     Stage: _grpc.UnaryStreamMultiCallable[_executor_pb2.StageRequest, _executor_pb2.StageResponse]
     """Loads the experts that a placement gives this executor and that it does not hold, beside the steps
@@ -217,10 +218,11 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
     """
     Attend: _aio.StreamStreamMultiCallable[_executor_pb2.AttendRequest, _executor_pb2.AttendResponse]  # type: ignore[assignment]
     """Tells each side that the other is alive: both send a beat at once and then every 100 ms, whether or
-    not the executor is in a group, until one of them ends the stream. Any number may be open. Between
-    an executor and the router that drives its epoch, a step or an answer counts as a beat: once beats
-    have told the epoch, each side may leave out those that are due within 100 ms of one. An executor
-    that has no such method is watched by pings and by the deadlines of steps.
+    not the executor is in a group, until one of them ends the stream. While its model loads an executor
+    sends none: its first beat says that this is done. Any number may be open. Between an executor and
+    the router that drives its epoch, a step or an answer counts as a beat: once beats have told the
+    epoch, each side may leave out those that are due within 100 ms of one. An executor that has no such
+    method is watched by pings and by the deadlines of steps.
     """
     Stage: _aio.UnaryStreamMultiCallable[_executor_pb2.StageRequest, _executor_pb2.StageResponse]  # type: ignore[assignment]
     """Loads the experts that a placement gives this executor and that it does not hold, beside the steps
@@ -330,10 +332,11 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_executor_pb2.AttendResponse], _abc.AsyncIterator[_executor_pb2.AttendResponse]]:
         """Tells each side that the other is alive: both send a beat at once and then every 100 ms, whether or
-        not the executor is in a group, until one of them ends the stream. Any number may be open. Between
-        an executor and the router that drives its epoch, a step or an answer counts as a beat: once beats
-        have told the epoch, each side may leave out those that are due within 100 ms of one. An executor
-        that has no such method is watched by pings and by the deadlines of steps.
+        not the executor is in a group, until one of them ends the stream. While its model loads an executor
+        sends none: its first beat says that this is done. Any number may be open. Between an executor and
+        the router that drives its epoch, a step or an answer counts as a beat: once beats have told the
+        epoch, each side may leave out those that are due within 100 ms of one. An executor that has no such
+        method is watched by pings and by the deadlines of steps.
         """
 
     @_abc_1.abstractmethod

@@ -13,7 +13,6 @@ from executor.server.beats import Beats
 from executor.server.service import QUIET_MS
 from protos.executor.beats import BEAT_S
 from protos.executor.v1 import executor_pb2 as pb
-from protos.transport.error_details import error_details
 from tests.executor.support.fake_worker import TIMEOUT_S, FakeWorker, HeldGroups, held_step
 from tests.executor.support.ranks.ranks import SECRET
 from tests.executor.support.servers import join_request, reason_of, serving
@@ -108,6 +107,7 @@ class Context:
 @on_virtual_clock
 async def test_answers_stand_for_beats_to_the_router_that_drives_the_epoch_and_to_no_other():
     beats = Beats(pb.AttendResponse, Lease(), Measures().beat_late_s)
+    beats.begin()
     driver, other = Context(), Context()
 
     async def told(epoch: int) -> AsyncIterator[pb.AttendRequest]:
@@ -135,6 +135,7 @@ async def test_answers_stand_for_beats_to_the_router_that_drives_the_epoch_and_t
 @on_virtual_clock
 async def test_news_that_come_as_a_beat_falls_due_are_told_although_answers_stand_for_it() -> None:
     beats = Beats(pb.AttendResponse, Lease(), Measures().beat_late_s)
+    beats.begin()
     driver = Context()
 
     async def requests() -> AsyncIterator[pb.AttendRequest]:
@@ -154,6 +155,7 @@ async def test_news_that_come_as_a_beat_falls_due_are_told_although_answers_stan
 @on_virtual_clock
 async def test_news_that_one_router_knows_are_told_to_the_others_alone() -> None:
     beats = Beats(pb.AttendResponse, Lease(), Measures().beat_late_s)
+    beats.begin()
     driver, standby = Context(), Context()
 
     async def requests(router_id: bytes) -> AsyncIterator[pb.AttendRequest]:
@@ -200,17 +202,41 @@ async def test_a_router_that_ends_its_call_is_attended_no_more(fake: Any):
         await asyncio.sleep(0)
 
 
-async def test_beats_end_with_the_process_and_do_not_begin_before_it_has_loaded(fake: Any):
+async def test_the_first_beat_says_at_once_that_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("executor.server.beats.BEAT_S", 3600.0)
+    async with serving(None) as (servicer, client):
+        calls = [await attended(client) for _ in range(2)]
+        while servicer._lease.num_standbys < 1:  # they have come, of one router
+            await asyncio.sleep(0)
+        reads = [asyncio.create_task(call.read()) for call in calls]
+        done, _ = await asyncio.wait(reads, timeout=0.05)
+        assert not done
+        await servicer.load(lambda: (FakeWorker(), pb.DescribeResponse()))
+        instance_id = (await client.executor.Describe(pb.DescribeRequest())).instance_id
+        assert {beat.instance_id for beat in await asyncio.gather(*reads)} == {instance_id}
+
+
+async def test_a_call_that_waits_for_the_first_beat_ends_with_its_router_or_with_the_process():
+    async with serving(None) as (servicer, client):
+        call, other = await attended(client), await attended(client)
+        while len(servicer._beats._routers) < 2:
+            await asyncio.sleep(0)
+        other.cancel()
+        while len(servicer._beats._routers) > 1:
+            await asyncio.sleep(0)
+        await servicer.stop()
+        assert await reason_of(read_to_end(call)) == "SHUTTING_DOWN"
+
+
+async def test_beats_end_with_the_process(fake: Any):
     worker, client = fake
     call = await attended(client)
     await call.read()
     await call.read()  # a router came: this one
     await worker.servicer.stop()
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await read_to_end(call)
-    assert error_details(caught.value).reason == "SHUTTING_DOWN"
-    async with serving(None) as (_, loading):  # which may answer before a beat is sent
-        assert await reason_of(loading.executor.Attend()) == "NOT_LOADED"
+    assert await reason_of(read_to_end(call)) == "SHUTTING_DOWN"
 
 
 def join_of(router_id: bytes, epoch: int) -> pb.JoinRequest:
@@ -275,6 +301,7 @@ async def test_the_driver_is_told_of_a_standby_that_falls_silent_although_steps_
     None
 ):
     beats = Beats(pb.AttendResponse, Lease(asyncio.get_running_loop().time), Measures().beat_late_s)
+    beats.begin()
     driver, standby = Context(), Context()
     goes_on = asyncio.Event()
     goes_on.set()
