@@ -10,8 +10,7 @@ PROTOS := $(wildcard protos/*/v1/*.proto)
 # The public API of the last release, which changes are checked against.
 RELEASED := protos/released.binpb
 # One thread for each process: more would wait for each other, as there is a process for each core.
-# Bytecode is written even if the environment forbids it: else each process compiles it again.
-PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -p no:cacheprovider
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -p no:cacheprovider
 QUICK_TESTS := tests/repo tests/protos tests/router tests/executor
 
 # make demo MODEL=deploy/demo_model DP=2 TP=2 EP=4 A2A=torch DRAFTS=eagle
@@ -23,6 +22,9 @@ TOPOLOGY = $(if $(MODEL),--model $(MODEL)) \
 # What is installed: to run Lockstep, and besides to work on it.
 RUN := $(VENV)/.installed-run
 DEV := $(VENV)/.installed-dev
+
+# Bytecode is written even if the environment forbids it: else each process compiles it again, for 0.2 s.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
