@@ -43,7 +43,10 @@ from tests.e2e.support.poisoned_executor import POISON
 from tests.e2e.support.stacks import PoisonedStack, first_member, served, serving_pid, supervised
 
 REQUIRED_IN_PLACE_S = 0.5  # median
-REQUIRED_GAP_S = 1.3  # median
+REQUIRED_BESIDE_IMPORT_S = (
+    0.3  # median, more than importing PyTorch takes: 1.3 s where that takes 1.0
+)
+NUM_IMPORTS = 3
 REQUIRED_REPLACED_S = 0.25, 0.6  # median, and at most
 REQUIRED_SHRUNK_S = 0.3  # median
 REQUIRED_GROWN_S = 0.15  # at most
@@ -251,13 +254,15 @@ async def restarts(size: Size, log_dir: Path, *, in_place: bool) -> tuple[Line, 
         for name in ("down", "waiting", "forming")
     )
     median_s = statistics.median(report.gaps_s[1:])
-    whose = (
-        "their supervisors (--max-restarts)" if in_place else "what had started the whole process"
-    )
-    required_s = REQUIRED_IN_PLACE_S if in_place else REQUIRED_GAP_S
+    required_s, how = REQUIRED_IN_PLACE_S, ""
+    whose = "their supervisors (--max-restarts)"
+    if not in_place:
+        required_s = await _import_s() + REQUIRED_BESIDE_IMPORT_S
+        how = f": {REQUIRED_BESIDE_IMPORT_S} s more than `import torch` alone takes here"
+        whose = "what had started the whole process"
     restarted = Line(
         f"{size.num_kills} executors killed and started again by {whose}, no spare",
-        f"0 lost, 0 wrong; longest gap at a caller: median ≤ {required_s} s",
+        f"0 lost, 0 wrong; longest gap at a caller: median ≤ {required_s:.2f} s{how}",
         f"{_streams(report)}; {_gaps(report.gaps_s[1:])}, "
         f"undisturbed {report.gaps_s[0]:.2f} s; medians of the router's: {parts} s",
         not report.wrong,
@@ -270,6 +275,17 @@ async def restarts(size: Size, log_dir: Path, *, in_place: bool) -> tuple[Line, 
         not report.wrong,
         kept.num_tokens > 0 and kept.share >= REQUIRED_KEPT,
     )
+
+
+async def _import_s() -> float:
+    """Returns the seconds of a process that only imports PyTorch, which here may be most of a start."""
+    times_s = []
+    for _ in range(NUM_IMPORTS):
+        begun = time.perf_counter()
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", "import torch")
+        await process.wait()
+        times_s.append(time.perf_counter() - begun)
+    return statistics.median(times_s)
 
 
 @dataclass(frozen=True)
