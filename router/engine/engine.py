@@ -336,10 +336,10 @@ class Engine:
     def _end_epoch(self, pipeline: StepPipeline, *, is_blameless: bool) -> None:
         """Has the sequences of an epoch wait again, but those that were found to kill executors."""
         scheduler = pipeline.scheduler
-        lost, is_alone = _lost_sequences(pipeline.steps, scheduler)
+        lost, num_run = _lost_sequences(pipeline.steps, scheduler)
         names = list(dict.fromkeys(sequence.request.request_id for sequence in lost))
         log.info("steps_lost", **self.ids(), requests=len(names), request_ids=names[:MAX_NAMED])
-        guilty = [] if is_blameless else note_loss(lost, is_alone=is_alone)
+        guilty = [] if is_blameless else note_loss(lost, num_run)
         self._salvage(scheduler, pipeline.steps)
         scheduler.abandon()
         for sequence in self._kept_check.stop():
@@ -370,7 +370,7 @@ class Engine:
         ids = self.ids()
         self.events.note(logging.ERROR, "request_failed", **ids, request_id=request.request_id)
         error = ExecutorFailed(
-            "an executor was lost each time that it ran this request alone: it is not tried again"
+            "an executor was lost each time that it ran this request, at last alone: it is not tried again"
         )
         for sequence in request.sequences:
             if not sequence.is_ended:
@@ -542,9 +542,9 @@ async def _wait_for(news: Awaitable[object], timeout_s: float) -> None:
 
 def _lost_sequences(
     lost_steps: Collection[InFlight], scheduler: Scheduler
-) -> tuple[list[Sequence], bool]:
-    """Returns the live sequences of the lost steps, and whether only one sequence ran in them."""
+) -> tuple[list[Sequence], int]:
+    """Returns the live sequences of the lost steps, and how many ran in them."""
     sequences = scheduler.table.sequences
     rows = {row for step in lost_steps for row in step.plan.runs.nonzero()[0].tolist()}
     live = [sequence for row in rows if (sequence := sequences[row]) is not None]
-    return live, len(rows) == 1
+    return live, len(rows)

@@ -243,7 +243,7 @@ class Suspicion:
 
     Attributes:
         num_losses: How often in a row.
-        num_losses_alone: How often nobody else was in the lost steps.
+        num_losses_alone: How often nobody else was in the lost steps, or no other suspect of two losses.
         num_output_tokens: Output tokens that it had at the last loss.
         max_running: How many suspects with as many losses may run at a time.
     """

@@ -19,6 +19,7 @@ callers that are told apart go by what each was given (`flows.py`). Who gives wa
 from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from collections.abc import Sequence as SequenceOf
 from itertools import chain, count
 
 from protos.transport.interceptors import Caller
@@ -253,9 +254,10 @@ class Quarantine:
         lost once       all at a time, beside everybody else
         lost again      an eighth of them at a time, and nothing else begins until they are done
         ...             the suspects become fewer with each loss, down to one that runs alone
-        lost alone      twice: its step kills executors, and it is not tried again
+        lost alone      after a loss in which it was the only suspect: its step kills executors, and it
+                        is not tried again
 
-    Proven sequences go on running. No sequence is failed for a step that others were in.
+    Proven sequences go on running. No sequence is failed unless it is lost alone.
 
     Some steps kill only now and then, after more tokens than the proof takes. So a sequence that is
     suspected again and again has to gain ever more of them, unless executors are lost without it, too.
@@ -388,7 +390,7 @@ class Quarantine:
         counts = Counter(map(_num_losses, self._suspects))
         for suspect in self._suspects:
             assert suspect.suspicion is not None
-            suspect.suspicion.max_running = -(-counts[_num_losses(suspect)] // PARTS)
+            suspect.suspicion.max_running = max(1, counts[_num_losses(suspect)] // PARTS)
 
     def clear_proven(self) -> None:
         """Clears running suspects that are proven, or ended. Call it before each step."""
@@ -413,25 +415,35 @@ SequenceQueue = WaitingQueue | Quarantine
 """What the scheduler takes waiting sequences from, and gives preempted ones back to."""
 
 
-def note_loss(sequences: Collection[Sequence], *, is_alone: bool) -> list[Sequence]:
+def note_loss(sequences: SequenceOf[Sequence], num_run: int) -> list[Sequence]:
     """Notes a loss against the live sequences of the lost steps. Returns the guilty ones.
 
     Args:
         sequences: Bound or not, with the tokens that they have now.
-        is_alone: Whether the lost steps ran one sequence and nothing else.
+        num_run: Sequences that the lost steps ran, those among them that have ended meanwhile.
     """
-    guilty = []
+    guilty, only_suspect = [], _only_suspect(sequences, num_run)
     for sequence in sequences:
         suspicion = sequence.suspicion
         if suspicion is None or is_proven(sequence):
             sequence.num_clearings += suspicion is not None
             suspicion = sequence.suspicion = Suspicion()
         suspicion.num_losses += 1
-        suspicion.num_losses_alone += is_alone
+        suspicion.num_losses_alone += sequence is only_suspect
         suspicion.num_output_tokens = sequence.num_output_tokens
-        if suspicion.num_losses_alone >= MAX_LOSSES_ALONE:
+        if num_run == 1 and suspicion.num_losses_alone >= MAX_LOSSES_ALONE:
             guilty.append(sequence)
     return guilty
+
+
+def _only_suspect(sequences: SequenceOf[Sequence], num_run: int) -> Sequence | None:
+    """Returns the sequence that was lost alone, or isolated and beside others that were cleared before."""
+    if len(sequences) < num_run:  # it may have been one that has ended
+        return None
+    if num_run == 1:
+        return sequences[0]
+    suspects = [each for each in sequences if not (each.num_clearings and is_proven(each))]
+    return suspects[0] if len(suspects) == 1 and _is_isolated(suspects[0]) else None
 
 
 def is_proven(sequence: Sequence) -> bool:
@@ -452,7 +464,7 @@ def is_repeat_suspect(sequence: Sequence) -> bool:
 
 
 def is_last_suspect(sequence: Sequence) -> bool:
-    """Whether it was lost alone, so that it is failed the next time."""
+    """Whether it was lost as the only suspect, so that it is failed when it is lost alone."""
     return sequence.suspicion is not None and sequence.suspicion.num_losses_alone > 0
 
 

@@ -118,7 +118,7 @@ class PrefixLookup:
 def may_find(sequence: Sequence) -> bool:
     """Whether cached KV may serve a sequence.
 
-    Not one whose prompt is scored, as all of it has to run for that; nor one that was lost alone, as it is
-    failed the next time, which is to be its own doing, not that of KV that it finds.
+    Not one whose prompt is scored, as all of it has to run for that; nor the last suspect, as it is failed
+    when it is lost alone, which is to be its own doing, not that of KV that it finds.
     """
     return not (sequence.needs_prompt_logprobs or is_last_suspect(sequence))

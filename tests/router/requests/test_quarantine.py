@@ -59,9 +59,9 @@ class Line:
             taken[-1].progress.start_time = 0.0
         return taken
 
-    def lose(self, *lost: Sequence) -> list[Sequence]:
-        """They were in the lost steps, and wait again. Returns who is guilty."""
-        guilty = note_loss(lost, is_alone=len(lost) == 1)
+    def lose(self, *lost: Sequence, num_ended: int = 0) -> list[Sequence]:
+        """They were in the lost steps, beside some that have ended, and wait again. Returns who is guilty."""
+        guilty = note_loss(lost, len(lost) + num_ended)
         for sequence in lost:
             self.quarantine.push(sequence)
         self.quarantine.clear_bystanders(lost)
@@ -107,7 +107,7 @@ def test_after_a_second_loss_an_eighth_runs_at_a_time_and_nobody_else_begins():
 
 def test_those_lost_a_third_time_run_before_those_that_were_not_tried_again():
     line = Line()
-    suspects = line.submit(16)
+    suspects = line.submit(2 + 2 * PARTS)
     for _ in range(2):
         line.take()
         line.lose(*suspects)
@@ -148,6 +148,91 @@ def test_a_plan_looks_at_each_suspect_a_few_times_however_many_there_are(
                 line.quarantine.push(suspect)
 
 
+@pytest.mark.parametrize(("num_suspects", "parts"), [(65, [8, 1]), (8, [1]), (127, [15, 1])])
+def test_a_loss_leaves_less_than_an_eighth_of_the_suspects(num_suspects: int, parts: list[int]):
+    """Of 65, an eighth rounded up is nine, of which two run at a time: one executor more is lost."""
+    line = Line()
+    taken = line.submit(num_suspects)
+    assert line.take() == taken
+    line.lose(*taken)
+    assert line.take() == taken
+    for num_taken in parts:
+        line.lose(*taken)
+        taken = line.take()
+        assert len(taken) == num_taken
+
+
+def test_a_suspect_lost_beside_none_but_proven_ones_is_guilty_when_it_is_then_lost_alone():
+    line = Line()
+    suspects = line.submit(PARTS)
+    for _ in range(2):
+        line.take()
+        line.lose(*suspects)
+    for suspect in suspects[:-1]:
+        assert line.take() == [suspect]
+        gain(suspect)
+    poison = suspects[-1]
+    assert line.take() == [poison]
+    assert line.lose(*suspects) == []
+    assert line.take() == [poison]
+    assert line.lose(poison) == [poison]
+
+
+def blamed(line: Line, suspect: Sequence) -> bool:
+    """Whether a loss alone, after the last one, makes it guilty."""
+    assert line.take()[:1] == [suspect]
+    return line.lose(suspect) == [suspect]
+
+
+def test_what_was_lost_once_before_is_not_the_only_suspect_beside_proven_ones():
+    """Its executor may have been lost by chance, as when others ran beside it."""
+    line = Line()
+    suspects = line.submit(2)
+    line.take()
+    line.lose(*suspects)
+    assert line.take() == suspects
+    gain(suspects[0])
+    line.take()
+    assert line.lose(*suspects) == []
+    assert not blamed(line, suspects[1])
+
+
+def test_a_suspect_is_not_the_only_one_beside_a_sequence_that_is_new():
+    line = Line()
+    [suspect] = line.submit(1)
+    for _ in range(2):
+        line.take()
+        line.lose(suspect, num_ended=1)
+    [new] = Line().submit(1)  # of another group: what moves here goes behind nobody
+    assert line.take() == [suspect]
+    assert line.lose(suspect, new) == []
+    assert not blamed(line, suspect)
+
+
+def test_a_suspect_is_not_the_only_one_beside_a_sequence_that_has_ended():
+    """As a caller may cancel what kills executors before the loss is known."""
+    line = Line()
+    [suspect] = line.submit(1)
+    for _ in range(3):
+        assert line.take() == [suspect]
+        assert line.lose(suspect, num_ended=1) == []
+    assert not blamed(line, suspect)
+
+
+def test_the_only_suspect_is_not_guilty_beside_others():
+    line = Line()
+    proven, suspect = line.submit(2)
+    for _ in range(2):
+        line.take()
+        line.lose(proven, suspect)
+    assert line.take() == [proven]
+    gain(proven)
+    for _ in range(3):  # whatever ends them
+        line.take()
+        assert line.lose(proven, suspect) == []
+        gain(proven)
+
+
 def test_whoever_is_lost_alone_twice_is_guilty():
     line = Line()
     [poison] = line.submit(1)
@@ -160,7 +245,7 @@ def test_whoever_is_lost_alone_twice_is_guilty():
 def test_ten_losses_with_others_make_nobody_guilty():
     sequences = Line().submit(2)
     for _ in range(10):
-        assert note_loss(sequences, is_alone=False) == []
+        assert note_loss(sequences, 2) == []
 
 
 def test_ten_losses_alone_with_many_tokens_between_them_make_nobody_guilty():
@@ -242,7 +327,7 @@ def test_a_suspect_does_not_take_the_place_of_whoever_was_given_its_own():
     stepper.waiting = line = Quarantine(stepper.admission)
     stepper.begin_epoch(stepper.scheduler.caches)
     low = stepper.submit([1, 2, 3], priority=-5)
-    note_loss(low.sequences, is_alone=False)
+    note_loss(low.sequences, 2)
     line.push(stepper.admission.pop())
     stepper.step()
     high = stepper.submit([4, 5, 6], priority=5)
