@@ -257,8 +257,8 @@ async def restarts(size: Size, log_dir: Path, *, in_place: bool) -> tuple[Line, 
     required_s, how = REQUIRED_IN_PLACE_S, ""
     whose = "their supervisors (--max-restarts)"
     if not in_place:
-        required_s = await _import_s() + REQUIRED_BESIDE_IMPORT_S
-        how = f": {REQUIRED_BESIDE_IMPORT_S} s more than `import torch` alone takes here"
+        required_s = _import_s() + REQUIRED_BESIDE_IMPORT_S
+        how = f": {REQUIRED_BESIDE_IMPORT_S} s more than a process that only imports PyTorch takes here"
         whose = "what had started the whole process"
     restarted = Line(
         f"{size.num_kills} executors killed and started again by {whose}, no spare",
@@ -277,13 +277,12 @@ async def restarts(size: Size, log_dir: Path, *, in_place: bool) -> tuple[Line, 
     )
 
 
-async def _import_s() -> float:
-    """Returns the seconds of a process that only imports PyTorch, which here may be most of a start."""
+def _import_s() -> float:
+    """Returns the seconds of a process that only imports PyTorch, which is most of an executor's start."""
     times_s = []
     for _ in range(NUM_IMPORTS):
         begun = time.perf_counter()
-        process = await asyncio.create_subprocess_exec(sys.executable, "-c", "import torch")
-        await process.wait()
+        subprocess.run([sys.executable, "-c", "import torch"], check=True)
         times_s.append(time.perf_counter() - begun)
     return statistics.median(times_s)
 
