@@ -220,10 +220,12 @@ async def test_the_first_beat_says_at_once_that_the_model_is_loaded(
 
 async def test_a_call_that_waits_for_the_first_beat_ends_with_its_router_or_with_the_process():
     async with serving(None) as (servicer, client):
-        call, other = await attended(client), await attended(client)
-        while len(servicer._beats._routers) < 2:
+        call, cancelled, closed = [await attended(client) for _ in range(3)]
+        while len(servicer._beats._routers) < 3:
             await asyncio.sleep(0)
-        other.cancel()
+        cancelled.cancel()
+        await closed.done_writing()
+        assert await reason_of(read_to_end(closed)) == "NOT_LOADED"
         while len(servicer._beats._routers) > 1:
             await asyncio.sleep(0)
         await servicer.stop()
