@@ -134,6 +134,7 @@ class _Router:
         self._wake.set()
 
     async def wait_for_news(self) -> None:
+        """Waits until it is woken up."""
         await self._wake.wait()
         self._wake.clear()
 
