@@ -101,7 +101,7 @@ FAKES = {
     "hangs": (
         "import subprocess\n"
         "def test_it(): subprocess.run(['sh', '-c', 'echo $$ > PID; exec sleep 60'])",
-        "failed: not done after 1 s, at .*::test_it",
+        "failed: not done after 5 s, at .*::test_it",
     ),
 }
 
@@ -124,7 +124,7 @@ def test_a_rung_that_hangs_dies_fails_or_skips_is_said_to_and_the_next_one_runs(
     for name in ("hangs", "dies", "fails", "skips", "passes"):
         file = tmp_path / f"{name}.py"
         file.write_text(FAKES[name][0].replace("PID", str(pid)))
-        limit_s = 1.0 if name == "hangs" else 60.0
+        limit_s = 5.0 if name == "hangs" else 60.0  # in which it has begun, on a busy machine
         rungs.append(Rung(name, "what", (str(file), "-c", "/dev/null"), limit_s, ("Figures",)))
     path = tmp_path / "results.md"
     empty = "".join(f"| {name} | not run: no GPU | - | - | - |\n" for name in ("never", *FAKES))
