@@ -18,7 +18,8 @@ them. For the same reason steps are learnt from a few at a time, when somebody a
 import math
 from collections.abc import Hashable
 from collections.abc import Sequence as SequenceOf
-from operator import mul
+from itertools import combinations_with_replacement
+from operator import itemgetter, mul
 from typing import NamedTuple
 
 import numpy as np
@@ -50,6 +51,11 @@ ERROR_MEMORY = 1 / 128
 
 Vector = list[float]
 
+# The normal equations' matrix is symmetric: of each row what is from its diagonal on, end to end.
+_PAIRS = tuple(combinations_with_replacement(range(len(PARTS)), 2))
+_PLACES = {pair: place for place, pair in enumerate(_PAIRS)}
+_rows_of, _columns_of = (itemgetter(*indices) for indices in zip(*_PAIRS, strict=True))
+
 
 class _Work(NamedTuple):
     """What of a step takes time; see StepPlan."""
@@ -80,22 +86,15 @@ class StepCost:
         self._num_outliers = 0
         self._num_learnt = 0
         self._num_before = 0  # steps of epochs before this one
+        self._is_fresh = True  # so each step is learnt from at once
         self._weight = 0.0
-        self._squares = [
-            [START_WEIGHT * (i == j) for i in range(len(PARTS))] for j in range(len(PARTS))
-        ]
+        self._squares = [START_WEIGHT * (i == j) for i, j in _PAIRS]
         self._products = [START_WEIGHT * each for each in start]
 
     @property
     def is_known(self) -> bool:
         """Whether enough steps were seen to go by it; under load all of them run prompts."""
         return self.num_steps[1] >= KNOWN_STEPS and sum(self.num_steps) >= 2 * KNOWN_STEPS
-
-    @property
-    def _is_fresh(self) -> bool:
-        """Whether each step is learnt from at once: little is known, or the group was another before."""
-        num_steps = sum(self.num_steps) - self._num_before
-        return not self.is_known or num_steps <= 2 * KNOWN_STEPS
 
     @property
     def margin(self) -> float:
@@ -123,6 +122,7 @@ class StepCost:
         """Doubts what is known, since executors may be others, and learns from each of the next steps."""
         self.doubt()
         self._num_before = sum(self.num_steps)
+        self._is_fresh = True
 
     def doubt(self) -> None:
         """Lets the next steps count for more than all before them; coefficients stay until then."""
@@ -148,11 +148,13 @@ class StepCost:
         """Notes a step that took so long. It is learnt from when somebody asks, or more are noted."""
         has_prompts = plan.agreement.has_extend
         self.num_steps[has_prompts] += 1
-        is_fresh = self._is_fresh
-        if not is_fresh and not has_prompts and self.num_steps[0] % LEARN_EVERY:
+        if self._is_fresh:  # as little is known, or the group was another before
+            num_steps = sum(self.num_steps) - self._num_before
+            self._is_fresh = not self.is_known or num_steps <= 2 * KNOWN_STEPS
+        if not self._is_fresh and not has_prompts and self.num_steps[0] % LEARN_EVERY:
             return
         self._noted.append((_Work.of(plan), seconds))
-        if is_fresh or len(self._noted) == MAX_NOTED:
+        if self._is_fresh or len(self._noted) == MAX_NOTED:
             self._catch_up()
 
     def _catch_up(self) -> None:
@@ -191,24 +193,25 @@ class StepCost:
         """Fades what was seen by a factor, and adds a step."""
         weighed = [weight * each for each in features]
         self._weight = factor * self._weight + weight
-        self._squares = [
-            [factor * a + each * b for a, b in zip(row, features, strict=True)]
-            for row, each in zip(self._squares, weighed, strict=True)
-        ]
+        squares = zip(self._squares, _rows_of(weighed), _columns_of(features), strict=True)
+        self._squares = [factor * a + each * b for a, each, b in squares]
         products = zip(self._products, weighed, strict=True)
         self._products = [factor * a + target * each for a, each in products]
 
     def _fit(self) -> None:
         """Solves the normal equations, again without the least part as long as one is below LEAST."""
-        squares, products = [row.copy() for row in self._squares], self._products.copy()
+        squares, products = self._squares.copy(), self._products.copy()
+        diagonal = [_PLACES[i, i] for i in range(len(PARTS))]
         for i, used in enumerate(self._used):
-            rest = REST[0] * squares[i][i] + REST[1]
-            squares[i][i] += rest
+            rest = REST[0] * squares[diagonal[i]] + REST[1]
+            squares[diagonal[i]] += rest
             products[i] += rest * used
         parts = list(range(len(PARTS)))
         found = _solve(squares, products, parts)
         while parts and min(found) < LEAST:
-            weighed = [x * math.sqrt(squares[i][i]) for x, i in zip(found, parts, strict=True)]
+            weighed = [
+                x * math.sqrt(squares[diagonal[i]]) for x, i in zip(found, parts, strict=True)
+            ]
             del parts[weighed.index(min(weighed))]
             found = _solve(squares, products, parts)
         self._used = [LEAST] * len(PARTS)
@@ -240,9 +243,12 @@ def _product(a: Vector, b: Vector) -> float:
     return product
 
 
-def _solve(squares: list[Vector], products: Vector, parts: list[int]) -> Vector:
-    """Returns what solves the rows and columns of some parts: symmetric, and positive, so not pivoted."""
-    rows = [[*(squares[i][j] for j in parts[place:]), products[i]] for place, i in enumerate(parts)]
+def _solve(squares: Vector, products: Vector, parts: list[int]) -> Vector:
+    """Returns what solves the rows and columns of some parts: positive, so not pivoted."""
+    rows = [
+        [*(squares[_PLACES[i, j]] for j in parts[place:]), products[i]]
+        for place, i in enumerate(parts)
+    ]
     for place, row in enumerate(rows):
         for behind in range(1, len(row) - 1):
             factor = row[behind] / row[0]
