@@ -189,7 +189,7 @@ class Scheduler:
         progress.num_preemptions += 1
         progress.gave_way = True
         self.num_preemptions[self.table.rank_of(row)] += 1
-        self.table.status[row] = RowStatus.PREEMPTED
+        self.table.set_status(row, RowStatus.PREEMPTED)
         self._line.give_back(self.table.bound(row))
         self._leaving.append(row)
         self._free_left_rows()
@@ -275,13 +275,14 @@ class Scheduler:
         if not sequences:
             return
         self._blocks.leave(sequences)
-        for sequence in sequences:
-            row = sequence.row
+        rows = [sequence.row for sequence in sequences]
+        statuses = self.table.status.take(rows).tolist()
+        self.table.set_status(rows, RowStatus.ENDED)
+        for sequence, row, status in zip(sequences, rows, statuses, strict=True):
             self._gaps.leave(row)
-            if self.table.status[row] != RowStatus.PREEMPTED:
+            if status != RowStatus.PREEMPTED:
                 self._line.end(sequence)
                 self._leaving.append(row)
-            self.table.status[row] = RowStatus.ENDED
             self._on_end(sequence)
 
     def _send_back(self, sequences: list[Sequence]) -> None:

@@ -162,6 +162,7 @@ class SequenceTable:
         self._ones = np.ones(num_rows, dtype=np.int32)
         self._ones.flags.writeable = False  # parts of it are handed out
         self._sum_type = np.int32 if rows_per_rank * max_model_len < 1 << 31 else np.int64
+        self._prompt_rows: list[int] | None = []  # None: a status has changed
         self._last_mask, self._last_row_set = bytes(num_rows), _no_rows(dp_size, num_rows)
         starts = range(0, num_rows, rows_per_rank)
         self.num_bound_rows = np.zeros(dp_size, dtype=np.int64)
@@ -176,6 +177,18 @@ class SequenceTable:
 
     def rank_of(self, row: int) -> int:
         return row // self.rows_per_rank
+
+    def set_status(self, rows: int | SequenceOf[int] | Rows, status: int) -> None:
+        """Gives rows another status: the only way in which one changes."""
+        self.status[rows] = status
+        self._prompt_rows = None
+
+    @property
+    def prompt_rows(self) -> list[int]:
+        """The rows in EXTEND, ascending. Asked for again while no status has changed, it costs nothing."""
+        if self._prompt_rows is None:
+            self._prompt_rows = (self.status == RowStatus.EXTEND).nonzero()[0].tolist()
+        return self._prompt_rows
 
     def row_set(self, mask: Mask) -> RowSet:
         """Returns the rows of a mask [R]. Asked for the same ones again, it costs a comparison."""
@@ -230,7 +243,7 @@ class SequenceTable:
         self.num_bound_rows[dp_rank] += 1
         request, stop = sequence.request, sequence.request.stop
         num_tokens = len(sequence.tokens)
-        self.status[row] = RowStatus.EXTEND
+        self.set_status(row, RowStatus.EXTEND)
         self.num_tokens[row] = self.num_extend[row] = num_tokens
         self.num_prompt[row] = sequence.num_prompt_tokens
         num_computed = cached.num_tokens(self.block_size)
@@ -292,7 +305,7 @@ class SequenceTable:
 
     def free_rows(self, rows: list[int]) -> None:
         """Gives rows back. Their sequences are detached and no step in flight runs them."""
-        self.status[rows] = RowStatus.FREE
+        self.set_status(rows, RowStatus.FREE)
         for row in rows:
             assert self.sequences[row] is None
             rank = self.rank_of(row)

@@ -39,7 +39,7 @@ from protos.settings import ON_OFF, at_least, setting
 from router.requests.request import Int32Array
 from router.scheduling.columns import Mask
 from router.scheduling.kv.row_blocks import RowBlocks
-from router.scheduling.sequence_table import RowStatus, SequenceTable
+from router.scheduling.sequence_table import SequenceTable
 from router.scheduling.step import SpeculationShape
 from router.scheduling.step_builder import Chunk
 
@@ -196,7 +196,7 @@ class Drafting:
         table = self._table
         if self._num_prompt_steps < self._gate.settings.prompt_steps_between_drafts:
             return None
-        num_prompts = np.count_nonzero(table.status == RowStatus.EXTEND)
+        num_prompts = len(table.prompt_rows)
         limits = self._limits(runs)
         drafts = limits > 1
         num_drafting = np.count_nonzero(drafts)

@@ -264,7 +264,7 @@ class StepBuilder:
         num_new, block_ids, window_ids = self._take_new_blocks(rows)
         ends_prompt = ends == table.num_extend.take(rows)
         table.num_computed[rows] = ends
-        table.status[rows[ends_prompt]] = RowStatus.DECODE
+        table.set_status(rows[ends_prompt], RowStatus.DECODE)
         sequences = [table.bound(row) for row in rows.tolist()]
         spans = list(zip(sequences, starts.tolist(), ends.tolist(), strict=True))
         token_ids = np.concatenate([each.tokens[start:end] for each, start, end in spans])

@@ -131,7 +131,7 @@ class PromptPlanner:
             The decodes' limits if the step drafts while prompts wait, and each rank's chunks.
         """
         table = self._table
-        rows = np.flatnonzero(table.status == RowStatus.EXTEND).tolist()
+        rows = table.prompt_rows
         if not len(self._waiting) and not rows:
             self._hold.skip(self._clock())
             return None, []

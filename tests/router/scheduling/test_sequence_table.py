@@ -58,6 +58,16 @@ def test_ascending_rows_are_cut_by_rank() -> None:
     assert table.cuts_of(np.array([], dtype=np.int64)) == [0] * 5
 
 
+def test_the_rows_of_prompts_are_those_of_now_however_often_one_asks(listeners: Listeners) -> None:
+    table, listener = make_table(), listeners.open()
+    rows = [table.bind(make_sequence([1], listener), rank, NO_PREFIX) for rank in (1, 0, 1)]
+    assert table.prompt_rows == table.prompt_rows == sorted(rows)
+    table.set_status(rows[:2], RowStatus.DECODE)
+    assert table.prompt_rows == [rows[2]]
+    table.bind(make_sequence([1], listener), 0, NO_PREFIX)
+    assert len(table.prompt_rows) == 2
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_the_row_set_is_that_of_its_mask_whatever_was_asked_for_before(seed: int) -> None:
     """It is kept from one call to the next, and the caller may write to its mask meanwhile."""
