@@ -32,6 +32,8 @@ PRIORITY_STEP_S = 10.0
 MAX_RESUMED_TOKENS = 4_000_000
 FLOW_SHARE = 0.9  # of the queue, for a flow without a limit
 
+MUCH_ROOM = 8  # times what waits, at least, is each limit then
+
 PARTS = 8  # that suspects of one kind are tried in
 PROOF_TOKENS = 4  # a step of prompts, and decodes: whichever of them might be fatal
 MAX_LOSSES_ALONE = 2
@@ -93,6 +95,21 @@ class WaitingQueue:
         return not self._waiting or (
             self._num_counted < self._max_sequences and self._num_counted_tokens < self._max_tokens
         )
+
+    @property
+    def are_new(self) -> bool:
+        """Whether none of those that wait ran before, here or elsewhere."""
+        return not self._num_let_in
+
+    @property
+    def has_much_room(self) -> bool:
+        """Whether what waits is a small part of what may, also of the flow of the first."""
+        parts = [(len(self), self._max_sequences), (self.num_tokens, self._max_tokens)]
+        first = self.peek()
+        if first is not None and first.request.caller:
+            max_sequences, max_tokens = self._most_of(first.request.caller)
+            parts += (first.flow.num_waiting, max_sequences), (first.flow.num_tokens, max_tokens)
+        return all(MUCH_ROOM * num_waiting <= most for num_waiting, most in parts)
 
     @property
     def _num_counted(self) -> int:
@@ -164,27 +181,16 @@ class WaitingQueue:
         """Refuses more than a flow may have waiting; its first request may be of any size."""
         if not caller:
             return
-        flow, limits = self.line.flow_of(caller), self._callers.limits_of(caller)
-        flow.weight = limits.weight
-        for what, num_waiting, num_more, own, given, bound in (
-            (
-                "sequences",
-                flow.num_waiting - flow.num_let_in,
-                num_new,
-                limits.max_waiting_sequences,
-                self._callers.max_flow_waiting_sequences,
-                self._max_sequences,
-            ),
-            (
-                "tokens",
-                flow.num_tokens - flow.num_let_in_tokens,
-                num_tokens,
-                limits.max_waiting_tokens,
-                self._callers.max_flow_waiting_tokens,
-                self._max_tokens,
-            ),
+        flow = self.line.flow_of(caller)
+        flow.weight = self._callers.limits_of(caller).weight
+        counts = flow.num_waiting - flow.num_let_in, flow.num_tokens - flow.num_let_in_tokens
+        for what, num_waiting, num_more, most in zip(
+            ("sequences", "tokens"),
+            counts,
+            (num_new, num_tokens),
+            self._most_of(caller),
+            strict=True,
         ):
-            most = (given or int(FLOW_SHARE * bound)) if own is None else own
             if flow.num_waiting and num_waiting + num_more > most:
                 name = "/".join(caller)
                 raise QueueFull(
@@ -192,6 +198,17 @@ class WaitingQueue:
                     f"max_flow_waiting_{what}={most}: try again in a second",
                     metadata={"flow": name, "value": num_waiting + num_more, "limit": most},
                 )
+
+    def _most_of(self, caller: Caller) -> tuple[int, int]:
+        """Returns the sequences and the prompt tokens that a flow may have waiting."""
+        own, of_each = self._callers.limits_of(caller), self._callers
+        max_sequences, max_tokens = own.max_waiting_sequences, own.max_waiting_tokens
+        if max_sequences is None:
+            share = int(FLOW_SHARE * self._max_sequences)
+            max_sequences = of_each.max_flow_waiting_sequences or share
+        if max_tokens is None:
+            max_tokens = of_each.max_flow_waiting_tokens or int(FLOW_SHARE * self._max_tokens)
+        return max_sequences, max_tokens
 
     def push(self, sequence: Sequence, *, is_back: bool = False) -> None:
         """Queues a sequence by its request's priority. Preempted ones are never refused.
@@ -295,6 +312,16 @@ class Quarantine:
 
     def order_by_length(self, token_s: float) -> None:
         self._others.order_by_length(token_s)
+
+    @property
+    def are_new(self) -> bool:
+        """Whether none of those that wait ran before, here or elsewhere."""
+        return not self._suspects and self._others.are_new
+
+    @property
+    def has_much_room(self) -> bool:
+        """Whether what waits, but for suspects, is a small part of what may."""
+        return self._others.has_much_room
 
     @property
     def has_room(self) -> bool:

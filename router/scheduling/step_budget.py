@@ -92,6 +92,10 @@ class Prices(NamedTuple):
         """The same of a prompt, with what its attention usually costs."""
         return self.token + USUAL_CONTEXT * self.pair
 
+    def most(self, num_tokens: int) -> float:
+        """Of prompts of so many tokens, at most: of one prompt, beside which no other rank has one."""
+        return num_tokens * (self.token + max(USUAL_CONTEXT, num_tokens / 2) * self.pair)
+
 
 Turn = tuple[float, float, int, int]
 
@@ -315,13 +319,14 @@ class Offer(NamedTuple):
         num_prompts: That are bound.
         num_decodes: That the step is longer for.
         waste_s: Seconds of it that prompts cost whatever they run, and that ranks wait for the fullest.
-        fills: Whether they fill the budget.
+        room_s: Seconds of the budget that more prompts would have to take to fill it; none is left where
+            these do.
     """
 
     num_prompts: int
     num_decodes: int
     waste_s: float
-    fills: bool
+    room_s: float
 
     @classmethod
     def of(cls, budget: Budget, prompts: Prompts, counts: SequenceOf[int]) -> "Offer":
@@ -332,8 +337,12 @@ class Offer(NamedTuple):
             sum(map(len, prompts)),
             budget.num_decodes,
             budget.prices.prompts + budget.prices.row * excess,
-            filled_s >= FULL * (budget.seconds - budget.base),
+            FULL * (budget.seconds - budget.base) - filled_s,
         )
+
+    def beside(self, num_more: int, seconds: float) -> "Offer":
+        """Returns it with so many more prompts, which take so long at most."""
+        return self._replace(num_prompts=self.num_prompts + num_more, room_s=self.room_s - seconds)
 
 
 class Hold:
@@ -368,7 +377,7 @@ class Hold:
             oldest: When the first of the prompts was bound.
             num_stuck: Sequences that wait for rows or KV, which decodes give back.
         """
-        num_held, num_decodes, waste_s, fills = offer
+        num_held, num_decodes, waste_s, room_s = offer
         idle = num_held / (num_held + num_decodes)  # share of the rows
         self.debt += (num_held + idle * num_stuck) * (now - self._last_plan)
         self._last_plan = now
@@ -379,7 +388,7 @@ class Hold:
         weight = num_decodes / self._settings.first_token_weight + num_stuck
         if self.debt >= weight * waste_s:
             return Why.DEBT
-        return Why.FULL if fills else Why.HELD
+        return Why.FULL if room_s <= 0 else Why.HELD
 
     def note(self, counts: SequenceOf[int], now: float) -> None:
         """Notes that a step runs so many prompt tokens of each rank."""

@@ -71,8 +71,11 @@ class Binder:
         self._clock = clock
         self._preempt = preempt
         self._is_first = True  # binding of this epoch
+        self._since = clock()  # see `bind`
 
-    def bind(self, prompts: list[list[Prompt]], num_decodes: list[int], chunk: int) -> int:
+    def bind(
+        self, prompts: list[list[Prompt]], num_decodes: list[int], chunk: int, since: float
+    ) -> int:
         """Binds waiting sequences, in order, to ranks that can run them in this step.
 
         If the first that finds no row or no KV comes before one that is bound, that one gives way.
@@ -81,13 +84,14 @@ class Binder:
             prompts: [dp_size] bound prompts of each rank, in order. Those that are bound are added.
             num_decodes: [dp_size] decodes that run in this step.
             chunk: Prompt tokens that a rank may run in this step if all have some.
+            since: From when on new sequences could have been bound.
 
         Returns:
             How many wait for rows or KV, of which the first finds none.
         """
         if not len(self._waiting):
             return 0
-        num_stuck = 0
+        num_stuck, self._since = 0, since
         prices, kv_ids = self._order.prices, self._lookup.kv_ids
         loads = RankLoads(
             self._shape, self._table, self._pools, prompts, num_decodes, chunk, prices
@@ -204,7 +208,8 @@ class Binder:
         self._table.flow[row] = sequence.flow.number
         self._gaps.enter(row, progress.last_token_time)
         if is_new:
-            progress.start_time = self._clock()
+            since = max(self._since, sequence.request.arrival_time)
+            progress.start_time = min(self._clock(), since)
             progress.num_cached_tokens = min(num_cached, sequence.num_prompt_tokens)
             cache.num_queried_tokens += sequence.num_prompt_tokens
             cache.num_hit_tokens += progress.num_cached_tokens

@@ -1,7 +1,8 @@
 """Planner of a step's prompts: its budget, which of them run, and their chunks.
 
-Moves 2 to 7 of a step (`Scheduler`). Prompts that are held are laid out once: until another comes or more
-than a few decodes end, a step only decides again whether they run.
+Moves 2 to 7 of a step (`Scheduler`). Prompts that are held are laid out once: until more than a few
+decodes end, a step only decides again whether they run. New ones that come meanwhile wait unbound, and
+count in that as if they were bound.
 """
 
 import math
@@ -41,6 +42,7 @@ from router.scheduling.step_builder import Chunk, StepBuilder
 # always as many, as steps that are alike tell nothing apart.
 UNKNOWN_RATES = 10_000, 20_000
 
+MAX_UNBOUND = 64  # sequences that come while prompts are held, and wait with them
 FEW_ENDS = 64  # one of so many decodes: without it, prompts are held or run as with it
 
 
@@ -55,6 +57,10 @@ class _Layout(NamedTuple):
         offer: What that gives and costs.
         num_urgent: Their tokens that may widen the gap; infinity: callers wait for them to go on.
         oldest: When the first of them was bound.
+        num_stuck: Sequences that waited for rows or KV.
+        waiting: How many new sequences wait until these run, and their tokens.
+        since: When the first of them began to.
+        offer_beside: The offer with them.
     """
 
     rows: list[int]
@@ -64,6 +70,10 @@ class _Layout(NamedTuple):
     offer: Offer
     num_urgent: float
     oldest: float
+    num_stuck: int
+    waiting: tuple[int, int]
+    since: float
+    offer_beside: Offer
 
     def is_beside(self, num_decodes: list[int], max_tokens: int) -> bool:
         """Whether hardly any of the decodes have ended that it was laid out beside, and each rank has room.
@@ -139,9 +149,12 @@ class PromptPlanner:
         num_decodes = decodes.num_rows
         held, order = self._take_held(rows), self._order
         chunk = self._shape.max_num_batched_tokens
-        if held is not None and not len(self._waiting) and held.is_beside(num_decodes, chunk):
-            counts = self._decide(held, num_stuck=0)
-            return None, self._take_chunks(held.prompts, counts, runs, num_decodes)
+        if held is not None and held.is_beside(num_decodes, chunk):
+            if not len(self._waiting):
+                counts = self._decide(held._replace(num_stuck=0, waiting=(0, 0)))
+                return None, self._take_chunks(held.prompts, counts, runs, num_decodes)
+            if self._wait_with(held):
+                return None, []
         if self._settings.go_by_time:
             num_seen = self._measures.costs.plain.num_steps[True]
             num_tokens = int(self._first_target_s * UNKNOWN_RATES[num_seen % 2])
@@ -152,7 +165,8 @@ class PromptPlanner:
         if order.goes_by_time:
             budget = self._open_budget(decodes, rows, held)
             chunk = budget.chunk
-        num_stuck = self._binder.bind(prompts, num_decodes, chunk)
+        since = held.since if held is not None and held.waiting[0] else self._clock()
+        num_stuck = self._binder.bind(prompts, num_decodes, chunk, since)
         if num_stuck:  # one may have given way
             status = table.status
             runs &= status == RowStatus.DECODE
@@ -178,6 +192,36 @@ class PromptPlanner:
         if held is None or self._drafting is not None or self._line.are_rivals:
             return None
         return held if held.rows == rows else None
+
+    def _wait_with(self, held: _Layout) -> bool:
+        """Whether all that wait go on waiting with what is held, which is then held again.
+
+        To bind each as it comes would have every step lay everything out anew.
+        """
+        now, waiting = self._clock(), (len(self._waiting), self._waiting.num_tokens)
+        if held.num_stuck or not self._waiting.are_new:
+            return False
+        if waiting != held.waiting:
+            if not self._have_places():
+                return False
+            num_waiting, num_tokens = waiting
+            since = held.since if held.waiting[0] else now
+            offer = held.offer.beside(num_waiting, held.budget.prices.most(num_tokens))
+            held = held._replace(waiting=waiting, since=since, offer_beside=offer)
+        why = self._hold.decide(held.offer_beside, now, oldest=held.oldest, num_stuck=0)
+        if why is not Why.HELD:
+            return False
+        self._measures.decisions[why] += 1
+        self._held = held
+        return True
+
+    def _have_places(self) -> bool:
+        """Whether all that wait are few, and there are rows for them."""
+        num_rows, num_bound = len(self._table.sequences), int(self._table.num_bound_rows.sum())
+        return (
+            len(self._waiting) <= min(MAX_UNBOUND, num_rows - num_bound)
+            and self._waiting.has_much_room
+        )
 
     def _num_urgent(self, rows: list[int], *, may_hurry: bool = True) -> float:
         """Returns the tokens that rows have to run and that may widen the gap.
@@ -251,13 +295,13 @@ class PromptPlanner:
         if self._line.are_rivals:  # a flood's many are no reason to hold another's prompt
             num_stuck = min([num_stuck, *(sequence.flow.num_waiting for sequence in bound)])
         offer = Offer.of(budget, prompts, counts)
-        layout = _Layout(rows, budget, prompts, counts, offer, num_urgent, oldest)
-        return self._decide(layout, num_stuck)
+        own = rows, budget, prompts, counts, offer
+        return self._decide(_Layout(*own, num_urgent, oldest, num_stuck, (0, 0), math.inf, offer))
 
-    def _decide(self, layout: _Layout, num_stuck: int) -> list[int]:
+    def _decide(self, layout: _Layout) -> list[int]:
         """Returns how many prompt tokens each rank runs of those laid out; none if they are held."""
-        _, budget, prompts, counts, offer, _, oldest = layout
-        now = self._clock()
+        budget, prompts, counts, offer = layout[1:5]
+        now, oldest, num_stuck = self._clock(), layout.oldest, layout.num_stuck
         why = self._hold.decide(offer, now, oldest=oldest, num_stuck=num_stuck)
         self._measures.decisions[why] += 1
         if why is Why.HELD:
@@ -280,7 +324,7 @@ class PromptPlanner:
         """
         if not any(counts):
             return []
-        chunks = self._cut(prompts, num_decodes, counts, lambda _rank, _row, count: count)
+        chunks = self._cut(prompts, num_decodes, counts)
         taken = list(chain.from_iterable(chunks))
         rows = np.array([chunk.row for chunk in taken], dtype=np.int64)
         num_tokens = np.array([chunk.num_tokens for chunk in taken], dtype=np.int32)
@@ -296,12 +340,12 @@ class PromptPlanner:
         prompts: list[list[Prompt]],
         num_decodes: list[int],
         counts: list[int],
-        give: Callable[[int, int, int], int],
+        give: Callable[[int, int, int], int] | None = None,
     ) -> list[list[Chunk]]:
         """Returns each rank's chunks up to so many tokens.
 
         Args:
-            give: Says how many tokens of a rank's row get blocks, of those that it would run.
+            give: Says how many tokens of a rank's row get blocks, of those that it would run; None: all.
         """
         table, shape = self._table, self._shape
         chunks: list[list[Chunk]] = [[] for _ in range(shape.dp_size)]
@@ -309,11 +353,12 @@ class PromptPlanner:
             logits_left = shape.max_num_logits - num_decodes[rank]
             for _, left, _, row in prompts[rank]:
                 count, num_logits = min(tokens_left, left), 1
-                if table.scores_prompt[row]:
+                if table.num_scored and table.scores_prompt[row]:
                     count = num_logits = min(count, logits_left)
                 if count <= 0 or logits_left <= 0 or table.status[row] != RowStatus.EXTEND:
                     continue
-                count = give(rank, row, count)
+                if give is not None:
+                    count = give(rank, row, count)
                 if count > 0:
                     chunks[rank].append(Chunk(row, count))
                     tokens_left -= count

@@ -308,6 +308,16 @@ def test_waiting_suspects_are_counted_and_listed():
     assert set(line.quarantine) == {*suspects, *new}
 
 
+def test_only_those_that_never_ran_are_new():
+    line = Line()
+    suspects = line.submit(9)
+    assert line.quarantine.are_new
+    for _ in range(2):  # first they wait among the others, then apart
+        line.take()
+        line.lose(*suspects)
+        assert not line.quarantine.are_new
+
+
 def test_sequences_of_a_lost_step_take_no_room_from_new_ones():
     line = Line(max_sequences=4)
     suspects = line.submit(4)

@@ -168,6 +168,28 @@ def test_a_flow_fills_its_share_and_others_the_rest(is_given: bool) -> None:
     admission.submit(new_request(caller=FLOOD))
 
 
+@pytest.mark.parametrize(
+    ("caller", "most", "settings"),
+    [
+        ((), {"max_sequences": 16}, {}),
+        ((), {"max_tokens": 48}, {}),
+        (FLOOD, {}, {"max_flow_waiting_sequences": 16}),
+        (FLOOD, {}, {"max_flow_waiting_tokens": 48}),
+        (FLOOD, {"max_sequences": 18}, {}),
+    ],
+    ids=["sequences", "tokens", "a flow's sequences", "a flow's tokens", "a flow's share"],
+)
+def test_there_is_much_room_until_an_eighth_of_some_limit_waits(
+    caller: tuple[str, ...], most: dict[str, int], settings: dict[str, int]
+) -> None:
+    sizes = {"max_sequences": 1000, "max_tokens": 1000, **most}
+    admission = WaitingQueue(**sizes, callers=CallerSettings(**settings))
+    assert admission.has_much_room
+    for has_much_room in (True, True, False):
+        admission.submit(new_request(caller=caller))
+        assert admission.has_much_room == has_much_room
+
+
 def test_a_flows_first_request_may_be_larger_than_its_share() -> None:
     settings = CallerSettings(max_flow_waiting_sequences=1, max_flow_waiting_tokens=10)
     admission = WaitingQueue(max_sequences=10, max_tokens=100, callers=settings)

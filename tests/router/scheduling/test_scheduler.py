@@ -696,6 +696,120 @@ def test_a_prompt_that_is_held_is_laid_out_again_when_more_than_a_few_decodes_ha
     assert bool(layouts) == is_laid_out_again
 
 
+def _world_that_holds_a_prompt(
+    *others: list[int], rows_per_rank: int = 4, num_blocks: int = 40, **settings: float
+) -> tuple[Stepper, Request]:
+    """Two ranks with six decodes, and a prompt that is held; others come with it."""
+    shape = make_shape(dp_size=2, rows_per_rank=rows_per_rank, num_blocks=num_blocks)
+    world = Stepper(shape, first_token_weight=1.0, **settings)
+    world.measures.costs.plain.num_steps = [64, 64]
+    for _ in range(6):
+        world.submit([1, 2, 3], max_tokens=40)
+    while (world.table.status == RowStatus.DECODE).sum() < 6:
+        world.step()
+    held, *_ = [world.submit(prompt, max_tokens=2) for prompt in ([4, 5, 6], *others)]
+    assert not world.step().agreement.has_extend
+    assert world.measures.decisions[Why.HELD] == 1
+    return world, held
+
+
+def test_who_comes_while_a_prompt_is_held_has_a_rank_when_both_run() -> None:
+    world, held = _world_that_holds_a_prompt(rows_per_rank=8)
+    later = []
+    for num_held in (2, 3):
+        world.now += 0.001
+        later.append(world.submit([7, 8, 9], max_tokens=2))
+        assert not world.step().agreement.has_extend
+        assert all(request.sequences[0].table is None for request in later)
+        assert world.measures.decisions[Why.HELD] == num_held
+    world.now += 1.0  # the first one is due
+    assert sum(token_counts(world.step())) == 6 + 3 + 3 + 3
+    for request in later:  # else what does not run at once would wait as long again
+        assert request.sequences[0].progress.start_time == request.arrival_time
+    finish(world, held, *later)
+    for request in (held, *later):
+        assert_right(request)
+
+
+def test_one_that_is_let_in_is_bound_at_once_in_place_of_as_long_a_one_that_was_cancelled() -> None:
+    world, _ = _world_that_holds_a_prompt()
+    cancelled = world.submit([7, 8, 9], max_tokens=2)
+    world.step()
+    world.admission.discard(cancelled.sequences[0])
+    resumed = world.submit([7, 8, 9], max_tokens=2, attempt=1)
+    world.step()
+    assert resumed.sequences[0].table is not None
+
+
+@pytest.mark.parametrize(
+    ("later", "attempt", "max_waiting", "max_unbound"),
+    [
+        ([[7] * 20], 0, 1000, 64),
+        ([[7, 8, 9]], 1, 1000, 64),
+        ([[7, 8, 9]] * 2, 0, 1000, 64),
+        ([[7, 8, 9]], 0, 1, 64),
+        ([[7, 8, 9]], 0, 1000, 0),
+    ],
+    ids=["would fill the step", "ran elsewhere", "more than rows", "fill the queue", "many"],
+)
+def test_who_could_change_what_is_held_has_a_rank_at_once(
+    later: list[list[int]],
+    attempt: int,
+    max_waiting: int,
+    max_unbound: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("router.scheduling.prompts.planner.MAX_UNBOUND", max_unbound)
+    world, _ = _world_that_holds_a_prompt(target_token_gap_ms=11.5)
+    requests = [world.submit(prompt, max_tokens=2, attempt=attempt) for prompt in later]
+    monkeypatch.setattr(world.admission, "_max_sequences", max_waiting)
+    world.step()
+    assert requests[0].sequences[0].table is not None
+
+
+def test_of_several_that_come_while_a_prompt_is_held_each_could_change_that() -> None:
+    world, _ = _world_that_holds_a_prompt(rows_per_rank=8, target_token_gap_ms=11.5)
+    for prompt, num_waiting in (([7, 8, 9], 1), ([7] * 20, 0)):
+        world.submit(prompt, max_tokens=2)
+        world.step()
+        assert len(world.waiting) == num_waiting
+
+
+def test_while_one_waits_for_blocks_what_is_held_is_laid_out_in_each_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """How many wait for blocks says when prompts run, and each step may give some back."""
+    world, _ = _world_that_holds_a_prompt([7] * 40, rows_per_rank=8, num_blocks=13)
+    layouts: list[object] = []
+    fill = PromptPlanner._fill
+    monkeypatch.setattr(PromptPlanner, "_fill", lambda *args: layouts.append(args) or fill(*args))
+    for num_layouts in (1, 2):
+        world.step()
+        assert (len(world.waiting), len(layouts)) == (1, num_layouts)
+
+
+def test_those_that_come_while_a_prompt_is_held_count_as_if_they_had_a_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What they wait is a debt, too: beside one more, prompts run sooner."""
+    kept = [_steps_until_prompts(num_later) for num_later in range(3)]
+    monkeypatch.setattr(PromptPlanner, "_take_held", lambda *_: None)
+    assert kept == [_steps_until_prompts(num_later) for num_later in range(3)]
+    assert kept[1] < kept[0]
+
+
+def _steps_until_prompts(num_later: int) -> int:
+    """Steps of 0.1 ms in which a prompt is held, and others that come after it."""
+    world, _ = _world_that_holds_a_prompt()
+    for _ in range(num_later):
+        world.submit([7, 8, 9], max_tokens=2)
+    num_steps = 0
+    while not world.step().agreement.has_extend:
+        world.now += 0.0001
+        num_steps += 1
+    return num_steps
+
+
 def test_a_held_prompt_leaves_room_for_a_decode_that_could_not_run_when_it_was_laid_out() -> None:
     """For want of a block, which one of its rank gave back as one of the other rank ended."""
     shape = make_shape(dp_size=2, num_blocks=13, rows_per_rank=4, max_num_batched_tokens=8)

@@ -38,6 +38,24 @@ def prompts_of(*lengths: list[int], done: int = 0) -> list[list[Prompt]]:
     ]
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_more_prompts_take_no_longer_than_one_of_all_their_tokens_on_one_rank(seed: int) -> None:
+    """Wherever they go, and whatever of them is cached."""
+    rng = random.Random(seed)
+    num_ranks = rng.randint(1, 4)
+    budget, before = budget_of([10] * num_ranks), prompts_of(*[[50]] * num_ranks)
+    after, num_more = [list(rank) for rank in before], 0
+    for _ in range(rng.randint(1, 4)):
+        left, done = rng.choice([10, 500, 6000]), rng.choice([0, 0, 3000])
+        rng.choice(after).append(Prompt((1.0, 0, 0, 0), left, done, 0))
+        num_more += left + done
+    longest_s, least_s = (
+        seconds_of(budget, prompts, [sum(each.left for each in rank) for rank in prompts])
+        for prompts in (after, before)
+    )
+    assert longest_s - least_s <= PRICES.most(num_more) * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_a_level_takes_the_budget_and_not_more_or_all_that_there_is(seed: int) -> None:
     rng = random.Random(seed)
