@@ -62,7 +62,8 @@ class BlockPool:
         self._queue = np.zeros(QUEUE_LEN * num_blocks, dtype=np.int32)
         self._indices = np.arange(len(self._queue), dtype=np.int32)
         self._index_of = np.full(num_blocks, -1, dtype=np.int32)  # -1: not cached
-        self._head = self._tail = 0
+        self._head = 0
+        self._tail = np.array([0])
 
     def move(self, places: dict[str, npt.NDArray[Any]]) -> None:
         """Goes on in the parts of a group's arrays that are its own, by their names here."""
@@ -180,30 +181,26 @@ class BlockPool:
         self._num_free[0] = num_free + len(block_ids)
 
     def _line_up(self, block_ids: BlockIds) -> None:
-        start = self.lengthen(len(block_ids))
-        end = start + len(block_ids)
+        if int(self._tail[0]) + len(block_ids) > len(self._queue):
+            self.close_up()
+        start = int(self._tail[0])
+        self._tail[0] = end = start + len(block_ids)
         self._queue[start:end] = block_ids
         self._index_of[block_ids] = self._indices[start:end]
         self._num_cached[0] += len(block_ids)
 
-    def lengthen(self, count: int) -> int:
-        """Makes place for so many at the end of the queue. Returns where."""
-        if self._tail + count > len(self._queue):
-            self._close_up()
-        self._tail += count
-        return self._tail - count
-
-    def _close_up(self) -> None:
+    def close_up(self) -> None:
         """Moves the queue to the front of its array, without entries that count for nothing."""
-        cached = self._cached_between(self._head, self._tail)
+        cached = self._cached_between(self._head, int(self._tail[0]))
         self._queue[: len(cached)] = cached
         self._index_of[cached] = self._indices[: len(cached)]
-        self._head, self._tail = 0, len(cached)
+        self._head, self._tail[0] = 0, len(cached)
 
     def _evict(self, count: int) -> None:
         """Makes ``count`` cached blocks free, or all that there are."""
-        while count > 0 and self._head < self._tail:
-            end = min(self._head + count, self._tail)
+        tail = int(self._tail[0])
+        while count > 0 and self._head < tail:
+            end = min(self._head + count, tail)
             block_ids = self._cached_between(self._head, end)
             self._head = end
             if len(block_ids) == 0:
@@ -236,19 +233,18 @@ class BlockPools:
 
     def __init__(self, pools: SequenceOf[BlockPool]) -> None:
         self._pools = pools
-        sizes = np.array([pool.num_blocks for pool in pools])
+        self._sizes = sizes = np.array([pool.num_blocks for pool in pools])
         self._first = sizes.cumsum() - sizes
-        self._num_blocks = sizes - 1  # without the scratch blocks
         num_blocks = int(sizes.sum())
         self._free, self._ref_counts, self._index_of = np.zeros((3, num_blocks), dtype=np.int32)
         self._is_kept = np.zeros(num_blocks, dtype=np.bool_)
         self._queue = np.zeros(QUEUE_LEN * num_blocks, dtype=np.int32)
-        self._num_free, self._num_cached = np.zeros((2, len(pools)), dtype=np.int64)
+        self._num_free, self._num_cached, self._tail = np.zeros((3, len(pools)), dtype=np.int64)
         for rank, (pool, first) in enumerate(zip(pools, self._first.tolist(), strict=True)):
             end, places = first + pool.num_blocks, dict[str, npt.NDArray[Any]]()
             for name in ("_free", "_ref_counts", "_index_of", "_is_kept"):
                 places[name] = getattr(self, name)[first:end]
-            for name in ("_num_free", "_num_cached"):
+            for name in ("_num_free", "_num_cached", "_tail"):
                 places[name] = getattr(self, name)[rank : rank + 1]
             pool.move(places | {"_queue": self._queue[QUEUE_LEN * first : QUEUE_LEN * end]})
 
@@ -263,7 +259,7 @@ class BlockPools:
     @property
     def num_used(self) -> Counts:
         """int64 [dp_size]."""
-        return self._num_blocks - self._num_free - self._num_cached
+        return self._sizes - 1 - self._num_free - self._num_cached
 
     def make_free(self, counts: Counts) -> bool:
         """Evicts until each rank has so many free blocks; False if one has not so many available."""
@@ -275,11 +271,15 @@ class BlockPools:
                 self._pools[rank].make_free(int(counts[rank]))
         return True
 
-    def acquire(self, counts: Counts) -> BlockIds:
-        """Takes so many free blocks of each rank. Returns them, ranks end to end."""
+    def acquire(self, counts: Counts, before: Counts) -> BlockIds:
+        """Takes free blocks of each rank. Returns them, ranks end to end.
+
+        Args:
+            counts: int64 [dp_size], how many.
+            before: int64 [dp_size], how many the ranks before each take.
+        """
         self._num_free -= counts
         # Of rank r, those from first[r] + num_free[r] on.
-        before = counts.cumsum() - counts
         places = (self._first + self._num_free - before).repeat(counts)
         places += np.arange(len(places))
         block_ids: BlockIds = self._free.take(places)
@@ -311,9 +311,10 @@ class BlockPools:
 
     def _line_up(self, places: Counts, block_ids: BlockIds, ranks: Counts) -> None:
         counts = np.bincount(ranks, minlength=len(self._pools))
-        starts = counts - counts.cumsum()
-        for rank in np.flatnonzero(counts).tolist():
-            starts[rank] += self._pools[rank].lengthen(int(counts[rank]))
+        for rank in (self._tail + counts > QUEUE_LEN * self._sizes).nonzero()[0].tolist():
+            self._pools[rank].close_up()
+        starts = self._tail - (counts.cumsum() - counts)
+        self._tail += counts
         indices = np.arange(len(ranks)) + starts.take(ranks)
         self._queue[QUEUE_LEN * self._first.take(ranks) + indices] = block_ids
         self._index_of[places] = indices

@@ -95,8 +95,9 @@ class RowBlocks:
         columns, window_ids = table.num_blocks.take(rows), None
         places = table.block_starts.take(rows) + columns
         if table.has_windows:
-            table.flat_window_blocks[places] = window_ids = self.pools.acquire(counts)
-        table.flat_blocks[places] = block_ids = self.pools.acquire(counts)
+            window_ids = self.pools.acquire(counts, cuts[:-1])
+            table.flat_window_blocks[places] = window_ids
+        table.flat_blocks[places] = block_ids = self.pools.acquire(counts, cuts[:-1])
         table.num_blocks[rows] = columns + 1
         return block_ids, window_ids, cuts.tolist()
 
@@ -112,10 +113,13 @@ class RowBlocks:
         np.add.at(counts, rows // table.rows_per_rank, num_new)
         if not self.pools.make_free(num_lists * counts):
             return False
-        places = spread(table.block_starts.take(rows) + held, num_new)
+        places, before = (
+            spread(table.block_starts.take(rows) + held, num_new),
+            counts.cumsum() - counts,
+        )
         if table.has_windows:
-            table.flat_window_blocks[places] = self.pools.acquire(counts)
-        table.flat_blocks[places] = self.pools.acquire(counts)
+            table.flat_window_blocks[places] = self.pools.acquire(counts, before)
+        table.flat_blocks[places] = self.pools.acquire(counts, before)
         table.num_blocks[rows] = held + num_new
         return True
 
