@@ -41,6 +41,9 @@ class RowTokens:
         self._rows = np.zeros((num_rows, max_len), dtype=np.int32)
         self._flat = self._rows.reshape(-1)
         self._starts = np.arange(num_rows) * max_len
+        self._num_settled = (
+            num_tokens.copy()
+        )  # tokens of each row when it was last settled in its turn
         self._recent = np.full((LATEST, num_rows), NO_TOKEN, dtype=np.int32)
         self._oldest = 0  # of these columns, and the next that is written
         self._num_recent = 0  # of these columns, before the next one, that have tokens
@@ -61,6 +64,7 @@ class RowTokens:
         self._recent[:, row] = NO_TOKEN
         place: Int32Array = self._rows[row]
         place[: len(tokens)] = tokens
+        self._num_settled[row] = len(tokens)
         self.last[row] = tokens[-1]
         return place
 
@@ -90,7 +94,7 @@ class RowTokens:
     def keep(self, rows: Rows, counts: Int32Array) -> None:
         """Counts the first so many, at least one, of those that each row was given by `add_runs`."""
         ends = self._num_tokens.take(rows) + counts
-        self._num_tokens[rows] = ends
+        self._num_tokens[rows] = self._num_settled[rows] = ends
         self.last[rows] = self._flat.take(self._starts.take(rows) + ends - 1)
 
     def of(self, row: int) -> Int32Array:
@@ -149,16 +153,17 @@ class RowTokens:
 
     def _move(self, start: int, end: int) -> None:
         """Settles rows from ``start`` to before ``end``, nearly all of which gain a token in each step."""
+        rows, num_tokens = slice(start, end), self._num_tokens[start:end]
+        is_full = num_tokens - self._num_settled[rows] == LATEST
+        self._num_settled[rows] = num_tokens
         if self._num_recent < LATEST:
-            self.settle(np.arange(start, min(end, len(self._starts))))
+            self.settle(np.arange(start, start + len(is_full)))
             return
-        rows = slice(start, end)
-        columns = self._moved[:, : len(self._starts[rows])]
+        columns = self._moved[:, : len(is_full)]
         np.concatenate([part[:, rows] for part in self._last_columns()], out=columns)
-        is_full = (columns != NO_TOKEN).all(axis=0)
         full = np.flatnonzero(is_full)
         items = np.ascontiguousarray(columns.T).view(self._item).reshape(-1)
-        places = self._starts[rows] + self._num_tokens[rows] - LATEST
+        places = self._starts[rows] + num_tokens - LATEST
         self._items[places.take(full)] = items.take(full)
         if len(full) < len(is_full):
             self.settle(np.flatnonzero(~is_full) + start)

@@ -58,3 +58,34 @@ def test_a_row_has_the_tokens_that_it_was_given(num_rows: int, num_left_out: int
     ends = [token for row, count in zip(some, counts, strict=True) for token in given[row][-count:]]
     assert table.newest(some, counts).tolist() == ends
     assert [table.of(row).tolist() for row in range(num_rows)] == given
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_a_row_that_gained_as_many_tokens_otherwise_is_not_taken_for_one_of_full_columns(
+    num_drafts: int,
+) -> None:
+    """From one turn of a row to its next, LATEST steps later, one token each is the usual case."""
+    num_tokens = np.full(1, 5, np.int32)
+    table, given = RowTokens(num_tokens, MAX_LEN), list(range(100, 105))
+    table.begin(0, np.array(given, np.int32))
+
+    def step(token: int | None) -> None:
+        has_token = np.array([token is not None])
+        table.add(has_token, np.array([token] if token is not None else [], np.int32))
+        given.extend([] if token is None else [token])
+
+    step(1)  # its turn
+    if num_drafts:
+        row, counts = np.zeros(1, np.int64), np.full(1, num_drafts, np.int32)
+        table.add_runs(row, np.arange(num_drafts, dtype=np.int32), counts)
+        table.keep(row, counts)
+        given += range(num_drafts)
+        for token in range(LATEST):
+            step(token if token >= num_drafts else None)
+    else:
+        for token in range(LATEST - 1):
+            step(token)
+        given[:] = range(200, 200 + len(given))  # another sequence begins, as long as this one
+        table.begin(0, np.array(given, np.int32))
+        step(7)
+    assert table.of(0).tolist() == given
