@@ -290,12 +290,12 @@ def _plain_columns(starts: Sequence[RowStart]) -> dict[str, tuple[bytes, int]]:
         if field.name in given:
             values = [params[field.name] for params in sampling]
             arrays[field.name] = np.array(values, field.dtype)
-    others: dict[str, npt.NDArray[Any]] = {
-        "seed": np.array([start.sequence.seed for start in starts], np.uint64),
-        "scores_output": np.array([request.output.logprobs for request in requests], np.uint8),
-        "num_top_logprobs": np.array([r.output.top_logprobs for r in requests], np.int32),
+    others: dict[str, tuple[list[int], npt.DTypeLike]] = {
+        "seed": ([start.sequence.seed for start in starts], np.uint64),
+        "scores_output": ([request.output.logprobs for request in requests], np.uint8),
+        "num_top_logprobs": ([request.output.top_logprobs for request in requests], np.int32),
     }
-    arrays.update((name, array) for name, array in others.items() if array.any())
+    arrays.update((name, np.array(*column)) for name, column in others.items() if any(column[0]))
     return {name: (array.tobytes(), array.itemsize) for name, array in arrays.items()}
 
 

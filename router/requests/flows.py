@@ -344,9 +344,12 @@ class Line:
     def end(self, sequence: "Sequence") -> None:
         """Notes that a bound sequence has ended."""
         flow = sequence.flow
+        if flow is self._only:
+            flow.end()
+            return
         key = flow.next_key
         flow.end()
-        if flow.next_key < key and flow is not self._only:
+        if flow.next_key < key:
             self._enter(flow)
 
     def charge_outputs(self, numbers: npt.NDArray[np.int32]) -> None:

@@ -146,8 +146,8 @@ class Scheduler:
         if has_lost or self._drafting is not None:
             growth = None  # not what executors have to be told, or not all of it
         plan = self._builder.build(runs, chunks, limits, growth)
-        for chunk in chain.from_iterable(chunks):
-            self._blocks.show(chunk.row)
+        if rows := [chunk.row for chunk in chain.from_iterable(chunks)]:
+            self._blocks.show(rows)
         self.in_flight.append(plan)
         return plan
 

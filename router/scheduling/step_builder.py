@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from router.requests.request import Int32Array, Sequence
-from router.scheduling.columns import Growth, Mask, Rows, RowSet, offsets, spread
+from router.scheduling.columns import Growth, Mask, Rows, RowSet, insert, offsets, spread
 from router.scheduling.sequence_table import RowStatus, SequenceTable
 from router.scheduling.step import (
     NO_GRAPHS,
@@ -272,6 +272,7 @@ class StepBuilder:
         cuts = list(accumulate(map(len, chunks), initial=0))
         local_rows = (rows % table.rows_per_rank).astype(np.int32)
         samples = ends_prompt.view(np.uint8)
+        begun = _starts(local_rows, sequences, is_first)
         token_cuts, block_cuts = offsets(num_tokens, cuts), offsets(num_new, cuts)
         sampled_cuts = offsets(ends_prompt, cuts)
         batches = {}
@@ -293,11 +294,7 @@ class StepBuilder:
                 samples[part],
                 np.array(list(map(len, scored)), dtype=np.int32) if scored else None,
                 np.concatenate(scored) if scored else None,
-                [
-                    RowStart(int(local_rows[i]), sequences[i])
-                    for i in range(first, last)
-                    if is_first[i]
-                ],
+                [start for start in begun[part] if start is not None],
             )
             tokens = token_cuts[rank + 1] - token_cuts[rank]
             sampled = sampled_cuts[rank + 1] - sampled_cuts[rank]
@@ -308,7 +305,7 @@ class StepBuilder:
             counts.sampled[rank] += sampled
         sampled_rows = rows[ends_prompt]
         places = np.array(decodes.cuts).take(sampled_rows // table.rows_per_rank + 1)
-        return batches, np.insert(decodes.rows, places, sampled_rows)
+        return batches, insert(decodes.rows, places, sampled_rows)
 
     def _scored_ids(self, rows: Rows, spans: list[tuple[Sequence, int, int]]) -> list[Int32Array]:
         """Returns the prompt tokens that each chunk, from its start to before its end, scores."""
@@ -344,6 +341,18 @@ class StepBuilder:
             if of_rank:
                 scorings[rank] = of_rank
         return scorings
+
+
+def _starts(
+    local_rows: Int32Array, sequences: SequenceOf[Sequence], is_first: Mask
+) -> list[RowStart | None]:
+    """Returns what executors are told of each sequence at its first chunk; None at others."""
+    return [
+        RowStart(row, sequence) if is_new else None
+        for row, sequence, is_new in zip(
+            local_rows.tolist(), sequences, is_first.tolist(), strict=True
+        )
+    ]
 
 
 # ---- agreement of all ranks

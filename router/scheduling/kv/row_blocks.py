@@ -298,29 +298,32 @@ class RowBlocks:
             if start < end:
                 self.pools[rank].release_each(block_ids[start:end])
 
-    def show(self, row: int) -> None:
-        """Lets others find the full blocks of a prompt, as far as it is handed out.
+    def show(self, rows: list[int]) -> None:
+        """Lets others find the full blocks of prompts, as far as they are handed out.
 
         A step in flight may still compute them; a sequence that finds a block runs after that step.
         If the step is lost instead, salvage.py takes the names back. To name blocks takes hashing and
         entering each, and most prompts are nobody else's: one that found nothing itself has its first
         block noted, and has names once another begins alike.
         """
-        table = self._table
-        sequence, cache = table.bound(row), self._caches[table.rank_of(row)]
-        names = sequence.block_hashes
-        was_looked_up = len(names) == 1 and not table.num_named_blocks[row]
-        if not was_looked_up or cache.log is not None or table.has_windows:
-            self.name(row)
-        elif table.num_computed[row] >= table.block_size:
-            key = sequence.request.cache_salt + sequence.tokens[: table.block_size].tobytes()
-            other = self._unnamed.setdefault(key, row)
-            if other == row:
-                self._unnamed_keys[row] = key
-            else:
-                self.name(other)
-            if other != row or cache.has_first(names[0], key):
+        table, size = self._table, self._table.block_size
+        num_named, num_computed = table.num_named_blocks.take(rows), table.num_computed.take(rows)
+        is_unnamed, is_full = (num_named == 0).tolist(), (num_computed >= size).tolist()
+        for row, may_wait, has_block in zip(rows, is_unnamed, is_full, strict=True):
+            sequence = table.bound(row)
+            names, cache = sequence.block_hashes, self._caches[sequence.dp_rank]
+            was_looked_up = may_wait and len(names) == 1
+            if not was_looked_up or cache.log is not None or table.has_windows:
                 self.name(row)
+            elif has_block:
+                key = sequence.request.cache_salt + sequence.tokens[:size].tobytes()
+                other = self._unnamed.setdefault(key, row)
+                if other == row:
+                    self._unnamed_keys[row] = key
+                else:
+                    self.name(other)
+                if other != row or cache.has_first(names[0], key):
+                    self.name(row)
 
     def name_wanted(self, wanted: Wanted) -> None:
         """Names the blocks of a prompt that begins as a wanted one does, if one runs."""

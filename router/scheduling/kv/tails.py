@@ -76,12 +76,13 @@ class Tails:
 
     def add(self, tail: Tail) -> Tail | None:
         """Adds a tail. If one begins alike, takes that out instead and returns what it still has."""
-        key, count = tail.key, len(tail.block_ids)
-        if key in self.by_key and (other := self.pop(key)) is not None:
-            return other
-        self._last_number += 1
-        self.by_key[key] = self._last_number, tail
-        self._number_of[tail.block_ids] = self._last_number
+        key, count, number = tail.key, len(tail.block_ids), self._last_number + 1
+        if self.by_key.setdefault(key, (number, tail))[0] != number:
+            if (other := self.pop(key)) is not None:
+                return other
+            self.by_key[key] = number, tail
+        self._last_number = number
+        self._number_of[tail.block_ids] = number
         self._num_blocks += count
         self._num_held += count
         if self._num_held > self._max_held:
