@@ -167,8 +167,7 @@ class Agreement:
     global_num_sampled: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """A step of all DP ranks.
 
     Attributes:

@@ -27,7 +27,7 @@ def step(tokens: list[int], kv: list[int], pairs: list[float] | None) -> StepPla
     agreement = Agreement(tuple(tokens), tuple(tokens), pairs is not None, mode, None)
     num_pairs = None if pairs is None else np.array(pairs)
     plan = join_batches([NO_DECODES] * len(tokens))
-    return replace(plan, agreement=agreement, kv_tokens=np.array(kv), num_pairs=num_pairs)
+    return plan._replace(agreement=agreement, kv_tokens=np.array(kv), num_pairs=num_pairs)
 
 
 def seconds(plan: StepPlan, cost: dict[str, float] = TRUE) -> float:
@@ -162,7 +162,7 @@ def test_padded_rows_count_as_rows() -> None:
     assert cost.predict(plain) == cost.predict(even)
     graph = Agreement((10, 2), (10, 2), False, PaddingMode.MAX_LEN, 16)
     per_row = sum(START[i] * SCALES[i] for i in map(PARTS.index, ("row", "mean")))
-    padded = replace(plain, agreement=graph)
+    padded = plain._replace(agreement=graph)
     assert cost.predict(padded) - cost.predict(plain) == pytest.approx(6 * per_row)
 
 
@@ -184,7 +184,7 @@ def test_a_speculative_step_is_priced_by_what_its_rows_would_take_without_drafts
     rows = [20, 40, *[10] * (NUM_RANKS - 2)]
     plain = step(rows, [50_000] * NUM_RANKS, None)
     agreement = replace(plain.agreement, num_draft_tokens=4, graph_size=40)
-    drafted = replace(plain, agreement=agreement, num_sampled=rows)
+    drafted = plain._replace(agreement=agreement, num_sampled=rows)
     answer = StepResult(NOTHING, None, [0], forward_ns=[int(3 * seconds(plain) * 1e9)])
     assert costs.add(drafted, answer) is None
     learn(costs.plain, rng, 600)
