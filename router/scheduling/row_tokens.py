@@ -41,9 +41,7 @@ class RowTokens:
         self._rows = np.zeros((num_rows, max_len), dtype=np.int32)
         self._flat = self._rows.reshape(-1)
         self._starts = np.arange(num_rows) * max_len
-        self._num_settled = (
-            num_tokens.copy()
-        )  # tokens of each row when it was last settled in its turn
+        self._num_settled = num_tokens.copy()  # of each row, at its last turn or beginning
         self._recent = np.full((LATEST, num_rows), NO_TOKEN, dtype=np.int32)
         self._oldest = 0  # of these columns, and the next that is written
         self._num_recent = 0  # of these columns, before the next one, that have tokens

@@ -300,14 +300,14 @@ class PromptPlanner:
 
     def _decide(self, layout: _Layout) -> list[int]:
         """Returns how many prompt tokens each rank runs of those laid out; none if they are held."""
-        budget, prompts, counts, offer = layout[1:5]
-        now, oldest, num_stuck = self._clock(), layout.oldest, layout.num_stuck
-        why = self._hold.decide(offer, now, oldest=oldest, num_stuck=num_stuck)
+        prompts, counts, num_stuck = layout.prompts, layout.counts, layout.num_stuck
+        now = self._clock()
+        why = self._hold.decide(layout.offer, now, oldest=layout.oldest, num_stuck=num_stuck)
         self._measures.decisions[why] += 1
         if why is Why.HELD:
             self._held = layout
             return [0] * len(counts)
-        counts = self._hold.trim(budget, prompts, counts, num_stuck=num_stuck)
+        counts = self._hold.trim(layout.budget, prompts, counts, num_stuck=num_stuck)
         self._hold.note(counts, now)
         return counts
 
