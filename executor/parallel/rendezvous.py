@@ -18,6 +18,7 @@ The store listens at one address until the group has formed, or has failed to. A
 for all stores that it opens (``StorePort``), so that members know the address before there is a store.
 """
 
+import errno
 import hmac
 import selectors
 import socket
@@ -44,6 +45,7 @@ from executor.parallel.mesh import (
 
 HELLO_TIMEOUT_S = 0.5  # of a caller's first entry
 SEND_TIMEOUT_S = 1.0  # of an entry to a member
+NO_FILES_DELAY_S = 0.01  # until a caller is let in again, where no more files could be opened
 MAX_ENTRY_BYTES = 1 << 16
 
 CONNECT_TIMEOUT_S = 0.3  # of one try
@@ -139,8 +141,10 @@ class RendezvousStore:
         for _ in range(ARRIVALS_AT_ONCE):
             try:
                 connection, _ = self._listening.accept()
-            except OSError:  # there are no more
-                return
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    self._wait_for_files()
+                return  # else there are no more
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             caller = _Caller(connection, time.monotonic() + HELLO_TIMEOUT_S)
@@ -148,6 +152,13 @@ class RendezvousStore:
             self._selector.register(connection, selectors.EVENT_READ, caller)
             if len(self._strangers) > MAX_STRANGERS:
                 self._end(next(iter(self._strangers)))
+
+    def _wait_for_files(self) -> None:
+        """Lets callers wait where this process may open no more files, but for the strangers' own."""
+        if self._strangers:
+            self._end(next(iter(self._strangers)))
+        else:
+            time.sleep(NO_FILES_DELAY_S)
 
     def _read(self, caller: _Caller) -> None:
         try:

@@ -1,11 +1,13 @@
 """The store that executors of an epoch meet at must be open to them, and to nobody else."""
 
+import errno
 import hmac
 import os
 import re
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from typing import Any
@@ -158,6 +160,38 @@ def test_any_number_of_silent_strangers_leave_room_for_a_member(
     member().set("host/0", b"address 0")
     assert member().get("host/0") == b"address 0"
     strangers.wait_for(16)
+
+
+class Full(socket.socket):
+    """Listens in a process that may open no more files, until it has tried some times."""
+
+    num_tries = 0
+
+    def accept(self) -> Any:
+        self.num_tries += 1
+        if self.num_tries in (2, 3, 4):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return super().accept()
+
+
+def test_a_store_that_can_open_no_more_files_turns_strangers_away_and_lets_members_in_once_it_can(
+    cleanup: ExitStack, strangers: Strangers, monkeypatch: pytest.MonkeyPatch
+):
+    """And does not spin meanwhile: who waits to be let in would have it try again at once."""
+    monkeypatch.setattr(rendezvous, "HELLO_TIMEOUT_S", TIMEOUT_S)
+    slept, sleep = list[float](), time.sleep
+    monkeypatch.setattr(rendezvous.time, "sleep", lambda s: (slept.append(s), sleep(s)))
+    with socket.create_server((HOST, 0)) as listening:
+        silent = cleanup.enter_context(socket.create_connection(listening.getsockname()))
+        store = RendezvousStore(Full(fileno=listening.detach()), SECRET, strangers.count)
+        cleanup.callback(store.close)
+    silent.settimeout(TIMEOUT_S)
+    assert silent.recv(1) == b""
+    with closing(MemberStore(HOST, store.port, SECRET, TIMEOUT_S)) as member:
+        member.set("host/0", b"address 0")
+        assert member.get("host/0") == b"address 0"
+    assert strangers.num_refused == 1
+    assert slept.count(rendezvous.NO_FILES_DELAY_S) == 2
 
 
 def test_what_a_store_says_that_does_not_know_the_secret_is_not_believed(cleanup: ExitStack):
