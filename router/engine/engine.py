@@ -286,7 +286,7 @@ class Engine:
         error = ExecutorFailed("this router failed to keep the request when a group was lost")
         for sequence in scheduler.table.sequences:
             if sequence is not None:
-                scheduler.table.detach([sequence])
+                scheduler.table.detach(sequence)
                 self.fail(sequence, error)
         self.waiting.line.give_back_all()
 

@@ -12,6 +12,8 @@ last columns of some of the rows:
     tokens     [ ...    | prompt ... 4 6 |  ...       ]
 """
 
+from collections.abc import Collection
+
 import numpy as np
 
 from router.requests.request import Int32Array
@@ -45,6 +47,7 @@ class RowTokens:
         self._recent = np.full((LATEST, num_rows), NO_TOKEN, dtype=np.int32)
         self._oldest = 0  # of these columns, and the next that is written
         self._num_recent = 0  # of these columns, before the next one, that have tokens
+        self._settled_rows: Collection[int] = ()  # rows that have none there, by `settle_for_now`
         self._num_moved = max(MIN_MOVED, -(-num_rows // LATEST))
         self._moves_every = LATEST // -(-num_rows // self._num_moved)  # steps
         # A step's tokens there do not begin a page apart, as rows are read across: in an eighth of the time.
@@ -71,10 +74,11 @@ class RowTokens:
 
         Returns int32 [R], the step's tokens, NO_TOKEN for other rows; valid until the next step.
         """
+        self._settled_rows = ()
         column: Int32Array = self._recent[self._oldest]
-        column.fill(NO_TOKEN)
-        column[has_token] = tokens
-        np.copyto(self.last, column, where=has_token)
+        self.last[has_token] = tokens
+        column[:] = self.last  # and then out of it: in two thirds of the time
+        column[~has_token] = NO_TOKEN
         self._num_tokens += has_token
         self._num_recent = min(self._num_recent + 1, LATEST)
         turn, is_over = divmod(self._oldest, self._moves_every)
@@ -99,20 +103,12 @@ class RowTokens:
         """Returns a row's tokens; no copy."""
         end = int(self._num_tokens[row])
         tokens: Int32Array = self._rows[row, :end]
-        if not self._num_recent:
+        if not self._num_recent or row in self._settled_rows:
             return tokens
         recent = np.concatenate([part[:, row] for part in self._last_columns()])
         recent = recent[recent != NO_TOKEN]
         tokens[end - len(recent) :] = recent
         return tokens
-
-    def copies(self, rows: Rows) -> list[Int32Array]:
-        """Returns copies of the rows' tokens."""
-        if len(rows) == 1:  # in a third of the time
-            return [self.of(int(rows[0])).copy()]
-        self.settle(rows)
-        ends = self._num_tokens.take(rows).tolist()
-        return [self._rows[row, :end].copy() for row, end in zip(rows.tolist(), ends, strict=True)]
 
     def newest_of(self, row: int, count: int) -> Int32Array:
         """Returns the last so many tokens of a row."""
@@ -136,6 +132,12 @@ class RowTokens:
         num_left = has_token[::-1].cumsum(axis=0)[::-1]  # of the row, from this column on
         places = self._starts.take(rows) + self._num_tokens.take(rows) - num_left
         self._flat[places[has_token]] = columns[has_token]
+
+    def settle_for_now(self, rows: list[int]) -> None:
+        """The same, of rows that `of` is asked for before the next step."""
+        if len(rows) > 1:  # one by itself takes less
+            self.settle(np.array(rows))
+            self._settled_rows = frozenset(rows)
 
     def settle_all(self) -> None:
         """Writes all recent tokens to where they belong."""

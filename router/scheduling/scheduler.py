@@ -217,7 +217,10 @@ class Scheduler:
         for row in self.table.live_rows().tolist():
             self._line.give_back(self.table.bound(row))
             self.table.bound(row).progress.gave_way = False
-        self._send_back([each for each in self.table.sequences if each is not None])
+        self.table.tokens.settle_all()  # once for all
+        for sequence in self.table.sequences:
+            if sequence is not None:
+                self._send_back(sequence)
 
     def num_left_tokens(self, sequence: Sequence) -> int:
         """Returns prompt tokens that bound sequences and a new one, whose prefix is cached, have to run."""
@@ -271,43 +274,40 @@ class Scheduler:
                 self._end([sequence])
 
     def _end(self, sequences: list[Sequence]) -> None:
-        """Lets go of bound sequences whose finish_reason or error was just set."""
-        if not sequences:
-            return
-        self._blocks.leave(sequences)
-        rows = [sequence.row for sequence in sequences]
-        statuses = self.table.status.take(rows).tolist()
-        self.table.set_status(rows, RowStatus.ENDED)
-        for sequence, row, status in zip(sequences, rows, statuses, strict=True):
+        """Lets go of bound sequences whose finish_reason or error was just set, and then tells of them."""
+        table, rows = self.table, [sequence.row for sequence in sequences]
+        table.tokens.settle_for_now(rows)
+        for sequence, row in zip(sequences, rows, strict=True):
+            self._blocks.leave(sequence)
             self._gaps.leave(row)
-            if status != RowStatus.PREEMPTED:
+            if table.status[row] != RowStatus.PREEMPTED:
                 self._line.end(sequence)
                 self._leaving.append(row)
+            table.set_status(row, RowStatus.ENDED)
+        for sequence in sequences:
             self._on_end(sequence)
 
-    def _send_back(self, sequences: list[Sequence]) -> None:
-        if not sequences:
-            return
-        self.table.detach(sequences)
-        for sequence in sequences:
-            sequence.progress.last_token_time = self._gaps.leave(sequence.row)
-            if sequence.needs_prompt_logprobs:
-                sequence.prompt_logprobs.clear()  # it starts over
-            self._waiting.push(sequence)
+    def _send_back(self, sequence: Sequence) -> None:
+        self.table.detach(sequence)
+        sequence.progress.last_token_time = self._gaps.leave(sequence.row)
+        if sequence.needs_prompt_logprobs:
+            sequence.prompt_logprobs.clear()  # it starts over
+        self._waiting.push(sequence)
 
     def _free_left_rows(self) -> None:
         """Frees the rows that are leaving and that no step in flight runs, with their blocks."""
         if not self._leaving:
             return
-        table, leaving = self.table, np.array(self._leaving, dtype=np.int64)
-        is_left = np.ones(len(leaving), dtype=np.bool_)
-        for plan in self.in_flight:
-            is_left &= ~plan.runs.take(leaving)
-        left = leaving[is_left].tolist()
+        running = [plan.runs for plan in self.in_flight]
+        left: list[int] = []
+        staying: list[int] = []
+        for row in self._leaving:
+            (staying if any(runs[row] for runs in running) else left).append(row)
         if not left:
             return
-        self._leaving = leaving[~is_left].tolist()
+        self._leaving = staying
         self._blocks.release(left)
-        bound = (table.sequences[row] for row in left)
-        self._send_back([each for each in bound if each is not None])  # they were preempted
-        table.free_rows(left)
+        for row in left:
+            if (sequence := self.table.sequences[row]) is not None:  # it was preempted
+                self._send_back(sequence)
+        self.table.free_rows(left)

@@ -284,24 +284,19 @@ class SequenceTable:
         sequence.dp_rank = dp_rank
         return row
 
-    def detach(self, sequences: SequenceOf[Sequence]) -> None:
-        """Takes sequences' tokens out of their rows, which stay taken until `free_rows`."""
-        rows = np.array([sequence.row for sequence in sequences])
-        is_scored = self.scores_output.take(rows) | self.scores_prompt.take(rows)
-        self.num_scored -= int(np.count_nonzero(is_scored))
-        self.num_inspected -= int(np.count_nonzero(self.is_inspected.take(rows)))
-        columns = self.num_taken, self.num_drafts, self.num_accepted
-        values = (column.take(rows).tolist() for column in columns)
-        for sequence, tokens, num_taken, num_drafts, num_accepted in zip(
-            sequences, self.tokens.copies(rows), *values, strict=True
-        ):
-            sequence.tokens, sequence.num_taken, sequence.table = tokens, num_taken, None
-            sequence.progress.num_drafts = num_drafts
-            sequence.progress.num_accepted_drafts = num_accepted
-            self.num_constrained -= bool(sequence.request.grammar)
-            self.sequences[sequence.row] = None
-        self.num_taken[rows] = self.num_tokens.take(rows)  # nobody takes any here
-        self.listener[rows] = self.columnar_listener[rows] = NO_LISTENER
+    def detach(self, sequence: Sequence) -> None:
+        """Takes a sequence's tokens out of its row, which stays taken until `free_rows`."""
+        row, request = sequence.row, sequence.request
+        self.num_scored -= bool(self.scores_output[row] or self.scores_prompt[row])
+        self.num_inspected -= bool(self.is_inspected[row])
+        self.num_constrained -= bool(request.grammar)
+        sequence.tokens = self.tokens.of(row).copy()
+        sequence.num_taken = int(self.num_taken[row])
+        sequence.progress.num_drafts = int(self.num_drafts[row])
+        sequence.progress.num_accepted_drafts = int(self.num_accepted[row])
+        sequence.table = self.sequences[row] = None
+        self.num_taken[row] = self.num_tokens[row]  # nobody takes any here
+        self.listener[row] = self.columnar_listener[row] = NO_LISTENER
 
     def free_rows(self, rows: list[int]) -> None:
         """Gives rows back. Their sequences are detached and no step in flight runs them."""

@@ -305,10 +305,6 @@ class BlockPools:
         is_freed = ~is_kept
         self._free_up(places[is_freed], block_ids[is_freed], ranks[is_freed])
 
-    def keep(self, block_ids: BlockIds, ranks: Counts) -> None:
-        """Makes used blocks, each of its rank, go to the cache when they are released."""
-        self._is_kept[block_ids + self._first.take(ranks)] = True
-
     def _line_up(self, places: Counts, block_ids: BlockIds, ranks: Counts) -> None:
         counts = np.bincount(ranks, minlength=len(self._pools))
         for rank in (self._tail + counts > QUEUE_LEN * self._sizes).nonzero()[0].tolist():

@@ -408,35 +408,27 @@ class RowBlocks:
             cache = self._caches[table.rank_of(row)]
             cache.insert([name], table.block_table[row, first : first + 1])
 
-    def leave(self, sequences: list[Sequence]) -> None:
-        """Lets others find the full blocks of rows whose sequences end; they need no names for it.
+    def leave(self, sequence: Sequence) -> None:
+        """Lets others find the full blocks of a row whose sequence ends; they need no names for it.
 
-        The sequences give up their rows' tokens.
+        The sequence gives up its row's tokens.
         """
-        table, size = self._table, self._table.block_size
-        rows = np.array([sequence.row for sequence in sequences])
-        ends = np.minimum(table.num_tokens.take(rows), table.num_computed.take(rows)) // size
-        for sequence, end in zip(sequences, ends.tolist(), strict=True):
-            is_logged = self._caches[sequence.dp_rank].log is not None
-            if is_logged or table.has_windows or len(sequence.block_hashes) >= end:
-                self.name(sequence.row)
-            else:
-                self._hide(sequence.row)
-        starts = table.num_named_blocks.take(rows)
-        counts = np.maximum(ends - starts, 0)
-        block_ids = table.flat_blocks.take(spread(table.block_starts.take(rows) + starts, counts))
-        self.pools.keep(block_ids, (rows // table.rows_per_rank).repeat(counts))
-        table.detach(sequences)
-        last = 0
-        for sequence, start, count in zip(sequences, starts.tolist(), counts.tolist(), strict=True):
-            first, last = last, last + count
-            if count:
-                hashes, salt = sequence.block_hashes, sequence.request.cache_salt
-                tokens = sequence.tokens[start * size : (start + count) * size].reshape(-1, size)
-                tokens = tokens.copy() if start else tokens  # what is before them is not held
-                ids = block_ids[first:last].copy()
-                tail = Tail(hashes[start - 1] if start else salt, tokens, ids)
-                self._caches[sequence.dp_rank].leave(tail)
+        table, size, row = self._table, self._table.block_size, sequence.row
+        cache = self._caches[sequence.dp_rank]
+        end = min(int(table.num_tokens[row]), int(table.num_computed[row])) // size
+        if cache.log is not None or table.has_windows or len(sequence.block_hashes) >= end:
+            self.name(row)
+        else:
+            self._hide(row)
+        start = int(table.num_named_blocks[row])
+        block_ids = table.block_table[row, start:end].copy()
+        table.detach(sequence)
+        if start < end:
+            cache.pool.keep(block_ids)
+            parent = sequence.block_hashes[start - 1] if start else sequence.request.cache_salt
+            tokens = sequence.tokens[start * size : end * size].reshape(-1, size)
+            tokens = tokens.copy() if start else tokens  # what is before them is not held
+            cache.leave(Tail(parent, tokens, block_ids))
 
     def _num_leaving_blocks(self, rank: int) -> int:
         """Blocks that come back once the steps in flight that use them are back."""

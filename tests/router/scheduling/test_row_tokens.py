@@ -53,6 +53,10 @@ def test_a_row_has_the_tokens_that_it_was_given(num_rows: int, num_left_out: int
         assert table.last.tolist() == [tokens[-1] for tokens in given]
         row, count = rng.randrange(num_rows), rng.randint(1, 3)
         assert table.newest_of(row, count).tolist() == given[row][-count:]
+        few = [rng.randrange(num_rows) for _ in range(rng.randint(1, 3))]
+        table.settle_for_now(few)
+        for asked in (row, *few):
+            assert table.of(asked).tolist() == given[asked]
     some = np.arange(0, num_rows, 2)
     counts = np.array([min(len(given[row]), 3 + row % 5) for row in some], np.int32)
     ends = [token for row, count in zip(some, counts, strict=True) for token in given[row][-count:]]

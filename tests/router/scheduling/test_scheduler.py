@@ -329,6 +329,18 @@ def test_a_sequence_that_cannot_keep_to_its_grammar_ends_with_the_tokens_before(
     world.check_idle()
 
 
+def test_who_is_told_of_an_end_sees_that_all_that_end_with_it_have_let_go() -> None:
+    """A request of several sequences is logged at the first of them if they end together."""
+    world = Stepper(make_shape())
+    requests = [world.submit([1, 2, 3], 2, min_tokens=2) for _ in range(3)]
+    bound: list[int] = []
+    world.scheduler._on_end = lambda _: bound.append(
+        sum(request.sequences[0].table is not None for request in requests)
+    )
+    world.run()
+    assert bound == [0, 0, 0]
+
+
 def test_a_cancelled_sequence_frees_its_blocks_when_no_step_runs_it() -> None:
     world = Stepper(make_shape())
     request = world.submit(list(range(1, 10)), max_tokens=20)

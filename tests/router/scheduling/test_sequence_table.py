@@ -47,7 +47,7 @@ def test_rows_belong_to_ranks_and_come_back(listeners: Listeners) -> None:
     assert sorted(rows) == [3, 4, 5]
     assert (table.has_free_row(0), table.has_free_row(1)) == (True, False)
     assert (table.num_bound(0), table.num_bound(1)) == (0, 3)
-    table.detach([sequences[1]])
+    table.detach(sequences[1])
     table.free_rows([rows[1]])
     assert table.bind(make_sequence([1], listener), 1, NO_PREFIX) == rows[1]
 
@@ -113,7 +113,7 @@ def test_nothing_of_a_row_s_last_sequence_is_left_for_the_next(listeners: Listen
     first = make_sequence([1] * 9, listeners.open(), tag=1, stop_token_ids=(1, 2, 3, 4))
     second = make_sequence([2], listeners.open(), tag=2, stop_token_ids=many)
     table.bind(first, 0, prefix([3, 4]))
-    table.detach([first])
+    table.detach(first)
     table.free_rows([0])
     table.bind(second, 0, NO_PREFIX)
     assert (table.num_tokens[0], table.num_computed[0], table.num_blocks[0]) == (1, 0, 0)
@@ -182,7 +182,7 @@ def test_every_token_comes_out_once_whoever_takes_it(seed: int) -> None:
                     taken[column_tag] += part.tolist()
             case "detach" if sequence.table is not None:
                 row = sequence.row
-                table.detach([sequence])
+                table.detach(sequence)
                 table.free_rows([row])
     for sequence, tokens in zip(sequences, taken, strict=True):
         tokens += sequence.take_tokens().tolist()
