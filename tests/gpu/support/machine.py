@@ -7,6 +7,7 @@ never what is wrong with a kernel.
     python -m tests.gpu.support.machine    one line of JSON: why nothing can run here, or what it is
 """
 
+import atexit
 import gc
 import json
 import os
@@ -189,6 +190,7 @@ class StandIn:
 
     def new_ops(self, pdl: str) -> FlashInferOps | None:
         folder = tempfile.mkdtemp(prefix="lockstep-flashinfer-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)  # the library writes until then
         with patch.dict(os.environ, {"FLASHINFER_WORKSPACE_BASE": folder}):
             try:
                 import flashinfer
