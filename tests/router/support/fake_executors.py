@@ -229,8 +229,9 @@ class FakeExecutors:
 
     def _send(self, plan: StepPlan) -> None:
         self.plans.append(plan)
-        self._check_agreement(plan)
-        _check_load(plan)
+        batches = plan.batches  # made at each look
+        self._check_agreement(plan.agreement, batches)
+        _check_load(plan, batches)
         now = asyncio.get_running_loop().time()
         factor = 100.0 if self._rng.random() < self._slow_rate else self._rng.uniform(0.2, 1.8)
         seconds = self._step_s * factor
@@ -242,7 +243,7 @@ class FakeExecutors:
         result = join_results(
             [
                 rank.run(batch, plan.agreement)._replace(**times)
-                for rank, batch in zip(self._ranks, plan.batches, strict=True)
+                for rank, batch in zip(self._ranks, batches, strict=True)
             ]
         )
         steps = [ran for rank in self._ranks for ran in rank.ran]
@@ -304,13 +305,13 @@ class FakeExecutors:
     async def close(self) -> None:
         pass
 
-    def _check_agreement(self, plan: StepPlan) -> None:
-        agreement, width = plan.agreement, plan.agreement.num_draft_tokens
+    def _check_agreement(self, agreement: Agreement, batches: list[RankBatch]) -> None:
+        width = agreement.num_draft_tokens
         speculation = self.shape.speculation
         assert width in (0, 0 if speculation is None else speculation.num_draft_tokens)
         has_draft_rows = speculation is not None and speculation.extends and not width
         num_draft_rows, num_sampled = list[int](), list[int]()
-        for rank, batch in enumerate(plan.batches):
+        for rank, batch in enumerate(batches):
             num_tokens = len(batch.rows) if batch.num_tokens is None else batch.num_tokens.sum()
             if width:
                 num_tokens = width * len(batch.rows)
@@ -318,8 +319,8 @@ class FakeExecutors:
             assert agreement.global_num_tokens[rank] == num_tokens
             assert (batch.mode is BatchMode.IDLE) == (len(batch.rows) == 0)
             num_draft_rows.append(int(num_tokens) + _num_prompts_ended(batch))
-            samples = np.ones(len(batch.rows)) if batch.samples is None else batch.samples
-            num_sampled.append(int(samples.sum()))
+            is_whole = batch.samples is None
+            num_sampled.append(len(batch.rows) if is_whole else int(batch.samples.sum()))
         draft_counts = agreement.global_num_tokens_for_draft, agreement.global_num_sampled
         if has_draft_rows and self._is_followed is None:
             self._is_followed = draft_counts != ((), ())
@@ -331,8 +332,8 @@ class FakeExecutors:
         assert not (width and self._is_followed is False)
         assert not (width and agreement.has_extend)
         assert max(agreement.global_num_tokens) > 0
-        assert agreement.has_extend == any(b.mode is BatchMode.EXTEND for b in plan.batches)
-        assert agreement.has_extend == any(map(_runs_prompts, plan.batches))
+        assert agreement.has_extend == any(b.mode is BatchMode.EXTEND for b in batches)
+        assert agreement.has_extend == any(map(_runs_prompts, batches))
         self._check_graph(agreement)
 
     def _check_graph(self, agreement: Agreement) -> None:
@@ -363,10 +364,10 @@ class FakeExecutors:
         assert agreement.padding_mode is expected
 
 
-def _check_load(plan: StepPlan) -> None:
+def _check_load(plan: StepPlan, batches: list[RankBatch]) -> None:
     """What a step's time is predicted from, against what each row runs."""
-    num_pairs = [0.0] * len(plan.batches)
-    for rank, batch in enumerate(plan.batches):
+    num_pairs = [0.0] * len(batches)
+    for rank, batch in enumerate(batches):
         is_decode = np.ones(len(batch.rows), dtype=np.bool_)
         if batch.mode is BatchMode.EXTEND:
             assert batch.token_ids is not None

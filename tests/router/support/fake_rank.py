@@ -157,39 +157,37 @@ class FakeRank:
         shape, width = self.shape, agreement.num_draft_tokens
         num_seqs = len(batch.rows)
 
-        def column(given: np.ndarray | None, default: int) -> np.ndarray:
-            return np.full(num_seqs, default) if given is None else given
+        def column(given: np.ndarray | None, default: int) -> list[int]:
+            return [default] * num_seqs if given is None else given.tolist()
 
         num_tokens, num_new = column(batch.num_tokens, 1), column(batch.num_new_blocks, 0)
         samples, num_scored = column(batch.samples, 1), column(batch.num_scored, 0)
-        num_all = int(num_tokens.sum())
-        known_ids = np.full(num_all, -1) if batch.token_ids is None else batch.token_ids
+        num_all = sum(num_tokens)
+        known_ids = [-1] * num_all if batch.token_ids is None else batch.token_ids.tolist()
+        num_computed = batch.num_computed_tokens.tolist()
         assert len(set(batch.rows.tolist())) == num_seqs <= shape.rows_per_rank
         assert num_all == len(known_ids)
         if not width:
             assert num_all <= shape.max_num_batched_tokens
-            assert int(samples.sum()) + int(num_scored.sum()) <= shape.max_num_logits
+            assert sum(samples) + sum(num_scored) <= shape.max_num_logits
         for start in batch.starts:
             self.rows[start.row] = Row(start.sequence)
         new_blocks = iter([] if batch.new_block_ids is None else batch.new_block_ids.tolist())
         new_window_blocks = self._window_blocks_of(batch)
-        token_ids = iter(known_ids.tolist())
+        token_ids = iter(known_ids)
         gains: list[list[int]] = []
         self.ran = []
         self.reads.append([])
         self.writes.append(set())
         for i, number in enumerate(batch.rows.tolist()):
-            row, count = self.rows[number], int(num_tokens[i])
+            row, count, bound = self.rows[number], num_tokens[i], num_computed[i]
             has_begun = len(row.blocks) > 0
             row.blocks += [next(new_blocks) for _ in range(num_new[i])]
             if shape.kv_window:
                 new = [next(new_window_blocks) for _ in range(num_new[i])]
-                self._check_window_blocks(
-                    new, 0 if has_begun else int(batch.num_computed_tokens[i])
-                )
+                self._check_window_blocks(new, 0 if has_begun else bound)
                 row.window_blocks += new
             tokens = [next(token_ids) for _ in range(count)]
-            bound = int(batch.num_computed_tokens[i])
             self._check_row(row, bound, bound + count, is_decode=tokens[0] == -1)
             if width:
                 gains.append(self._draft(row, count))
