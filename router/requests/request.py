@@ -505,8 +505,10 @@ class Listeners:
             self._has_news[indices[has_news]] = True
             self._has_news &= self._is_waiting
             woken = np.flatnonzero(self._has_news).tolist()
-        else:  # a look for each of them takes a tenth of that
-            woken = [i for i in woken if np.count_nonzero(has_news & (indices == i))]
+        else:  # a look for each of them takes a tenth of that, and the first row's needs none
+            row = int(has_news.argmax())
+            first = int(indices[row]) if has_news[row] else NO_LISTENER
+            woken = [i for i in woken if i == first or np.count_nonzero(has_news & (indices == i))]
         for index in woken:
             listener = self._listeners[index]
             assert listener is not None, "a live sequence keeps its listener open"

@@ -55,6 +55,9 @@ def test_rows_without_news_wake_nobody(num_others: int) -> None:
     listeners = Listeners(max_listeners=2 + num_others)
     one, two, *_ = [listeners.open() for _ in range(2 + num_others)]
     rows = np.array([one.index, two.index, one.index], dtype=np.int32)
+    listeners.wake(rows, np.array([False, False, False]))
+    assert not is_woken(one)
+    assert not is_woken(two)
     listeners.wake(rows, np.array([False, True, False]))
     assert [is_woken(listener) for listener in (one, two)] == [False, True]
 
