@@ -201,7 +201,10 @@ def test_kernels_and_packages_are_unpacked_where_they_are_found(
 def test_without_a_network_nothing_is_installed_from_one() -> None:
     """``make gpu`` ended at pip there, before any test."""
     command = ["make", "--dry-run", "--always-make", "gpu", "GPU_PYTHON=python3", "WHEELS=carried"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    # Of `make test ARGS=...` it would have these, too.
+    given = {"ARGS", "MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS"}
+    own = {name: value for name, value in os.environ.items() if name not in given}
+    done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, check=True)
     words = done.stdout.replace("\\\n", " ").split()
     assert words == ["python3", "-m", "tests.gpu", "--wheels", "carried"]
 
