@@ -29,6 +29,7 @@ LEAST_PER_FIXED = (
 )
 SLOW_TARGET_S = 0.25  # from which on the fixed part of more steps would cost first tokens much
 SLOW_SLOPE = 1.5  # seconds of the bound for each second beyond
+LEAST_AT_BOUND = 400  # prompt tokens of every rank that the bound has room for
 IDLE_S = 0.08  # a step of prompts that no decode waits for
 USUAL_CONTEXT = 1024  # tokens before a prompt's, where a prompt is not looked at
 REST = 0.08  # of a chunk: less than that of a prompt is not left for another step
@@ -53,7 +54,8 @@ class BudgetSettings:
     while prompts drain in time. 0: as many tokens as fit, however long they take."""
     max_token_gap_ms: float = setting(0.0, at_least(0))
     """Milliseconds that it may take while they do not; 0 is four times the target, or of one that is not
-    set 150 more than it, and 1.5 for each by which it exceeds 250."""
+    set 150 more than it, and 1.5 for each by which it exceeds 250, but no less than 400 prompt tokens
+    of every rank take."""
     target_first_token_ms: float = setting(500.0, at_least(1))
     """Milliseconds in which waiting prompts should drain: the longer it would take them, the longer
     steps become. No prompt that has a place on a rank is held back for longer."""
@@ -144,7 +146,8 @@ Prompts = SequenceOf[SequenceOf[Prompt]]
 def gap_range(settings: BudgetSettings, prices: Prices) -> tuple[float, float]:
     """Returns the seconds that a step with prompts takes while these drain in time, and at most.
 
-    Where a step takes long whatever it runs, a short one would run hardly any prompts beside that.
+    Where a step takes long whatever it runs, a short one would run hardly any prompts beside that. Nor
+    would many steps for one prompt pay where tokens take long, as on a CPU.
     """
     bound_s = settings.max_token_gap_ms / 1e3
     if settings.target_token_gap_ms is not None:
@@ -154,7 +157,8 @@ def gap_range(settings: BudgetSettings, prices: Prices) -> tuple[float, float]:
     target_s = USUAL_TARGET_S + FIXED_SLOPE * max(0.0, fixed_s - USUAL_FIXED_S)
     target_s = min(target_s, max(settings.target_first_token_ms / 1e3, LEAST_PER_FIXED * fixed_s))
     slow_s = max(0.0, target_s - SLOW_TARGET_S)
-    bound_s = bound_s or target_s + 3 * USUAL_TARGET_S + SLOW_SLOPE * slow_s
+    usual_s = target_s + 3 * USUAL_TARGET_S + SLOW_SLOPE * slow_s
+    bound_s = bound_s or max(usual_s, fixed_s + LEAST_AT_BOUND * prices.unit)
     return min(target_s, bound_s), bound_s
 
 

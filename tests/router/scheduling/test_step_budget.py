@@ -108,6 +108,17 @@ def test_answers_that_wait_to_go_on_have_the_widest_gap_at_once_whether_or_not_o
     assert [budget_of([num] * 2, math.inf).seconds for num in (0, 50)] == [0.2, 0.2]
 
 
+def test_where_tokens_take_long_the_widest_gap_has_room_for_some_of_each_rank() -> None:
+    """So a long prompt does not run in steps that are mostly their own fixed part."""
+    slow = PRICES._replace(base=0.06, row=2e-3, mean=2e-3, pair=1e-6)
+    budget = open_budget(SETTINGS, slow, [4, 4], [4000, 4000], 100_000, MAX_TOKENS)
+    counts = fill(budget, prompts_of([1900], [1900]), 128)
+    assert min(counts) > 350
+    assert budget.seconds == slow.base + slow.prompts + 400 * slow.unit
+    bounded = BudgetSettings(max_token_gap_ms=700.0)
+    assert open_budget(bounded, slow, [4, 4], [0, 0], 100_000, MAX_TOKENS).seconds == 0.7
+
+
 def test_however_slow_steps_are_without_prompts_some_of_these_run() -> None:
     slow, settings = PRICES._replace(base=0.3), BudgetSettings(target_token_gap_ms=50.0)
     for decodes in ([9, 9], [0, 0]):
