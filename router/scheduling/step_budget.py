@@ -147,13 +147,15 @@ def gap_range(settings: BudgetSettings, prices: Prices) -> tuple[float, float]:
     """Returns the seconds that a step with prompts takes while these drain in time, and at most.
 
     Where a step takes long whatever it runs, a short one would run hardly any prompts beside that. Nor
-    would many steps for one prompt pay where tokens take long, as on a CPU.
+    would many steps for one prompt pay where tokens take long, as on a CPU. Chunks that are all alike do
+    not show what of their time is their tokens' and what is every such step's: of that no more than the
+    base is believed.
     """
     bound_s = settings.max_token_gap_ms / 1e3
     if settings.target_token_gap_ms is not None:
         target_s = settings.target_token_gap_ms / 1e3
         return target_s, max(target_s, bound_s or 4 * target_s)
-    fixed_s = prices.base + prices.prompts
+    fixed_s = prices.base + min(prices.prompts, prices.base)
     target_s = USUAL_TARGET_S + FIXED_SLOPE * max(0.0, fixed_s - USUAL_FIXED_S)
     target_s = min(target_s, max(settings.target_first_token_ms / 1e3, LEAST_PER_FIXED * fixed_s))
     slow_s = max(0.0, target_s - SLOW_TARGET_S)

@@ -15,6 +15,7 @@ from router.scheduling.step_budget import (
     Prompt,
     Why,
     fill,
+    gap_range,
     open_budget,
     seconds_of,
 )
@@ -117,6 +118,17 @@ def test_where_tokens_take_long_the_widest_gap_has_room_for_some_of_each_rank() 
     assert budget.seconds == slow.base + slow.prompts + 400 * slow.unit
     bounded = BudgetSettings(max_token_gap_ms=700.0)
     assert open_budget(bounded, slow, [4, 4], [0, 0], 100_000, MAX_TOKENS).seconds == 0.7
+
+
+def test_what_prompts_seem_to_take_whatever_they_are_widens_the_gap_by_no_more_than_the_base() -> (
+    None
+):
+    """Of chunks that are alike, as under pressure, it may be learnt in place of what tokens take."""
+    prices = PRICES._replace(base=0.06, prompts=0.06, row=1e-3, mean=1e-3)
+    misread = prices._replace(prompts=0.8, row=1e-9, mean=1e-9)
+    assert gap_range(SETTINGS, misread)[0] == gap_range(SETTINGS, prices)[0]
+    assert gap_range(SETTINGS, misread)[1] <= gap_range(SETTINGS, prices)[1]
+    assert gap_range(SETTINGS, prices._replace(prompts=0.01)) < gap_range(SETTINGS, prices)
 
 
 def test_however_slow_steps_are_without_prompts_some_of_these_run() -> None:
